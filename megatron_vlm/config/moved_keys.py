@@ -99,7 +99,7 @@ MOVED_KEYS: dict[str, MovedKey] = {
     },
     "optim.vision_weight_decay": _gone("optim.vision_weight_decay", None, _DECAY),
     "optim.merger_weight_decay": _gone("optim.merger_weight_decay", None, _DECAY),
-    # The last one counts: a folder of scores was read whatever train.reference said.
+    # The last one counts: a folder of scores was read before train.reference.
     "train.reference": _renamed("preference.reference", "auto"),
     "data.reference": _renamed("preference.reference"),
     **{old: _renamed(new, default) for old, (new, default) in _TEACHER_KEYS.items()},

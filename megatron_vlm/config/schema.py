@@ -264,7 +264,9 @@ class RlConfig:
     failed_reward: FailedReward | None = None  # reward of a failed or late call; null: stop the run
     samples: Natural = 8  # answers to each prompt; train.global_batch_size counts prompts
     max_new_tokens: Natural = 512  # maximum tokens of one answer
-    max_tokens: Natural = 16384  # maximum tokens of an episode; it has no further turn beyond them
+    max_tokens: Natural = (
+        16384  # maximum tokens of a row; an episode has no further turn beyond them
+    )
     temperature: NonNegative = 1.0  # sampling temperature
     top_k: Count = 0  # sample among this many most likely tokens; 0: among all
     top_p: ShareAboveZero = 1.0  # sample among the most likely tokens, up to this total probability
@@ -323,7 +325,7 @@ class TeacherConfig:
     """Teacher of train.objective=distill and of `rl`. See docs/distillation.md."""
 
     path: str | dict[str, Any] | None = None  # folder of score; rl: checkpoint, or one per source
-    top_k: Natural | None = None  # likeliest tokens to learn; null: all stored, rl: the drawn one
+    top_k: Natural | None = None  # its top tokens to learn; null: all stored, rl: the drawn one
     coef: AboveZero = 1.0  # coefficient of the reverse KL to it in rl
     engine: str = OWN  # the ranks run it, or an engine by its engine.name, such as vllm
     devices: tuple[str, ...] = ()  # GPUs of each engine of a teacher, as engine.devices

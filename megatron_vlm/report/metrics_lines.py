@@ -111,6 +111,8 @@ class RlLine:
     longest_answer: int
     cut: float  # share of episodes that a limit of length ended
     turns: float  # answers of an episode, mean
+    rows: float | None = None  # rows of an episode, mean; 1 unless earlier turns are rewritten
+    reread: float | None = None  # positions of all rows over those of the last rows of episodes
     sampling_s: float  # from the first question to the last reward
     kl: float | None = None  # to the initial model
     teacher_kl: float | None = None  # reverse KL to the teacher, mean over tokens

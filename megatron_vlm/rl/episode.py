@@ -3,7 +3,7 @@
 Shapes: S tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,23 +12,44 @@ import torch
 from megatron_vlm.data.batches.micro_batch import VISUAL_FIELDS
 from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.data.tokens.row import IGNORE, Row
-from megatron_vlm.user_code.environment import EnvStep
+from megatron_vlm.user_code.environment import EnvStep, Message, Opening
+
+
+@dataclass
+class Segment:
+    """A stretch of an episode in which each turn continues what the model has seen: a row of the
+    train batch. `ids` and `log_probs` hold all of its tokens in order, shown or drawn."""
+
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float | None] = field(default_factory=list)  # None: the token was not drawn
+    pictures: list[Row] = field(default_factory=list)  # rows whose pictures it has, in order
+
+    def add_shown(self, ids: Sequence[int]) -> None:
+        """Add tokens that were not drawn."""
+        self.ids += ids
+        self.log_probs += [None] * len(ids)
+
+    @property
+    def drawn(self) -> int:
+        """Number of tokens that were drawn."""
+        return sum(each is not None for each in self.log_probs)
 
 
 @dataclass
 class Episode:
     """Episode of a prompt, which has several. The prompt and the environment's messages are rows
-    without labels, in `shown`; episodes share their pictures. `ids` and `log_probs` hold all tokens
-    of the episode in order, shown or drawn."""
+    without labels, in `shown`; episodes share their pictures. Where the chat template rewrites
+    earlier turns, a new segment begins."""
 
     number: int  # number among all episodes of the run so far
     group: int  # number of its prompt in the step
     place: int  # place among the episodes of this prompt
     where: str
     record: Mapping[str, Any]
+    opening: Opening = None  # the environment's first messages; None: those of the record
+    replies: list[Sequence[Message]] = field(default_factory=list)  # its messages after answers
     shown: list[Row] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float | None] = field(default_factory=list)  # None: the token was not drawn
+    segments: list[Segment] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # version of the weights for each answer
     answers: list[str] = field(default_factory=list)
     reward: float = 0.0
@@ -36,20 +57,27 @@ class Episode:
     teacher_kl: float | None = None  # mean over its tokens
     cut: bool = False  # the last answer, or the episode, has reached its maximum length
 
+    def begin(self, opening: Row) -> None:
+        """Show the prompt."""
+        self.shown.append(opening)
+        self.begin_segment(opening.ids_S.tolist())
+
+    def begin_segment(self, ids: Sequence[int]) -> None:
+        """Begin a segment with all tokens that the model sees now, and all pictures so far."""
+        self.segments.append(Segment(pictures=list(self.shown)))
+        self.segments[-1].add_shown(ids)
+
     def add_observation(self, row: Row, end_id: int) -> None:
-        """Add the prompt, or messages of the environment. An answer that was cut at its maximum
+        """Add messages of the environment to the segment. An answer that was cut at its maximum
         length is closed with the end token, which was not drawn."""
-        if self.cut:
-            self.ids.append(end_id)
-            self.log_probs.append(None)
+        self.segments[-1].add_shown([end_id] * self.cut + row.ids_S.tolist())
+        self.segments[-1].pictures.append(row)
         self.shown.append(row)
-        self.ids += row.ids_S.tolist()
-        self.log_probs += [None] * len(row.ids_S)
 
     def add_completion(self, answer: Completion, text: str) -> None:
         """Add an answer and its text."""
-        self.ids += answer.ids
-        self.log_probs += answer.log_probs
+        self.segments[-1].ids += answer.ids
+        self.segments[-1].log_probs += answer.log_probs
         self.versions.append(answer.version)
         self.answers.append(text)
         self.cut = answer.ended == "length"
@@ -63,15 +91,16 @@ class Episode:
     @property
     def trained(self) -> int:
         """Number of tokens that were drawn."""
-        return sum(each is not None for each in self.log_probs)
+        return sum(segment.drawn for segment in self.segments)
 
     def prompt(self) -> Row:
         """Return the row that the next answer continues. For the first answer, episodes that share
         their opening row return the same object."""
         if not self.answers:
             return self.shown[0]
-        ids_S = torch.tensor(self.ids)
-        return Row(ids_S, torch.full_like(ids_S, IGNORE), **pictures_of(self.shown))
+        ids_S = torch.tensor(self.segments[-1].ids)
+        visuals = pictures_of(self.segments[-1].pictures)
+        return Row(ids_S, torch.full_like(ids_S, IGNORE), **visuals)
 
 
 @dataclass

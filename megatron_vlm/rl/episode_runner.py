@@ -20,7 +20,8 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.right_answer import right_answer
-from megatron_vlm.rl.turn_tokens import TurnEncoder
+from megatron_vlm.rl.turn_tokens import TurnEncoder, answer_message
+from megatron_vlm.user_code.environment import Message
 from megatron_vlm.user_code.pool import NoRewards, RewardPool
 
 
@@ -122,7 +123,8 @@ class EpisodeRunner:
         for episode, first in zip(episodes, firsts, strict=True):
             where = f"{episode.where}: what rl.environment says first"
             opening = row if first is None else dialogue.opening(first, where, episode.record)
-            episode.add_observation(opening, dialogue.end_id)
+            episode.begin(opening)
+            episode.opening = first
         same_opening = firsts.count(None)
         sharers = [same_opening if first is None else 1 for first in firsts]
         playing = [
@@ -151,17 +153,43 @@ class EpisodeRunner:
             episode.take(response)
             if not response.messages:
                 break
-            where = f"{episode.where}: what rl.environment says after answer {turn + 1}"
-            reply = await asyncio.to_thread(
-                dialogue.reply, response.messages, where, episode.record
-            )
-            longest = len(episode.ids) + len(reply.ids_S) + 1 + rl.max_new_tokens
-            if turn + 1 == rl.turns or longest > rl.max_tokens:
+            if not await asyncio.to_thread(self._go_on, episode, dialogue, response.messages, turn):
                 episode.cut = True
                 break
-            episode.add_observation(reply, dialogue.end_id)
         self.reward_pool.end(episode.number)
         queue.leave()
+
+    def _go_on(
+        self, episode: Episode, dialogue: TurnEncoder, messages: Sequence[Message], turn: int
+    ) -> bool:
+        """Show the environment's messages. Return whether the next answer is within the limits."""
+        rl = self.cfg.rl
+        where = f"{episode.where}: what rl.environment says after answer {turn + 1}"
+        reply, is_continued = dialogue.reply(messages, where, episode.record)
+        episode.replies.append(messages)
+        if is_continued:
+            length = len(episode.segments[-1].ids) + len(reply.ids_S) + 1
+        else:
+            ids = self._conversation(episode, dialogue, [*episode.shown, reply], where)
+            length = len(ids)
+        if turn + 1 == rl.turns or length + rl.max_new_tokens > rl.max_tokens:
+            return False
+        if is_continued:
+            episode.add_observation(reply, dialogue.end_id)
+        else:
+            episode.shown.append(reply)
+            episode.begin_segment(ids)
+        return True
+
+    def _conversation(
+        self, episode: Episode, dialogue: TurnEncoder, shown: Sequence[Row], where: str
+    ) -> list[int]:
+        """Return the tokens of the whole conversation so far, as the chat template shows it now."""
+        opening = dialogue.parse_opening(episode.opening, episode.where, episode.record)
+        said = []
+        for answer, reply in zip(episode.answers, episode.replies, strict=True):
+            said += [answer_message(answer), *dialogue.parse_reply(reply, where)]
+        return dialogue.conversation(opening, said, shown, where)
 
 
 def seed_of(seed: int, step: int, episode: Episode, turn: int) -> int:

@@ -56,8 +56,17 @@ def rl_line(
         apart_mean=None if apart is None else apart.mean,
         weights_cut=None if apart is None else apart.weights_cut,
         behind=None if apart is None else step - 1 - fmean(versions),
+        rows=fmean(len(each.segments) for each in episodes),
+        reread=_reread(episodes),
         figures=_means([each.figures for each in episodes]),
     )
+
+
+def _reread(episodes: Sequence[Episode]) -> float:
+    """Return how often a position is read: those of all rows over those that are different."""
+    rows = sum(len(part.ids) for each in episodes for part in each.segments)
+    last = sum(len(each.segments[-1].ids) for each in episodes)
+    return rows / last
 
 
 def _mean_teacher_kl(episodes: Sequence[Episode]) -> float | None:

@@ -1,4 +1,5 @@
-"""Train batch: the episodes of a step as rows, and their assignment to updates and replicas.
+"""Train batch: the segments of the episodes of a step as rows, and their assignment to updates and
+replicas.
 
 Rank 0 makes it and sends it to every rank as bytes. Pictures that episodes share are sent once.
 
@@ -23,7 +24,7 @@ from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.advantages import divisor_of, group_advantages, token_weights
-from megatron_vlm.rl.episode import Episode, Group, pictures_of
+from megatron_vlm.rl.episode import Group, Segment, pictures_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Update:
 
 @dataclass(frozen=True)
 class TrainRow:
-    """Episode to train on, in which every drawn token is supervised."""
+    """Segment of an episode to train on, in which every drawn token is supervised."""
 
     row: Row
     sampler_log_probs_S: Tensor  # log-probs of the drawn tokens; 0 for the other tokens
@@ -49,7 +50,7 @@ class TrainRow:
 
     @property
     def is_drawn_S(self) -> Tensor:
-        """Whether each token was drawn."""
+        """True where a token was drawn."""
         return self.row.labels_S != IGNORE
 
 
@@ -87,18 +88,19 @@ def make_train_batch(
 
 
 def _rows(groups: Sequence[Group], cfg: Config) -> list[TrainRow]:
-    episodes = [each for group in groups for each in group.episodes]
-    weights = token_weights([each.trained for each in episodes], cfg.rl.aggregate)
-    advantages = [
-        each for group in groups for each in group_advantages(group.rewards, cfg.rl.advantage)
-    ]
-    teachers = [_teacher_of(group, cfg) for group in groups for _ in group.episodes]
-    return [
-        TrainRow(_row(episode), _sampled_log_probs(episode), advantage, weight, teacher)
-        for episode, advantage, weight, teacher in zip(
-            episodes, advantages, weights, teachers, strict=True
-        )
-    ]
+    """Return a row for each segment. An episode counts once, with any number of rows: they have
+    its advantage, and its tokens the weights that they would have in one row."""
+    rows = []
+    for group in groups:
+        teacher, episodes = _teacher_of(group, cfg), group.episodes
+        weights = token_weights([each.trained for each in episodes], cfg.rl.aggregate)
+        advantages = group_advantages(group.rewards, cfg.rl.advantage)
+        for episode, advantage, weight in zip(episodes, advantages, weights, strict=True):
+            for each in episode.segments:
+                rows.append(
+                    TrainRow(_row(each), _sampled_log_probs(each), advantage, weight, teacher)
+                )
+    return rows
 
 
 def _teacher_of(group: Group, cfg: Config) -> int:
@@ -122,15 +124,15 @@ def _teacher_of(group: Group, cfg: Config) -> int:
     return names.index(name)
 
 
-def _row(episode: Episode) -> Row:
-    ids_S = torch.tensor(episode.ids)
-    drawn_S = torch.tensor([each is not None for each in episode.log_probs])
+def _row(segment: Segment) -> Row:
+    ids_S = torch.tensor(segment.ids)
+    drawn_S = torch.tensor([each is not None for each in segment.log_probs])
     labels_S = torch.where(drawn_S, ids_S, IGNORE)
-    return Row(ids_S, labels_S, **pictures_of(episode.shown))
+    return Row(ids_S, labels_S, **pictures_of(segment.pictures))
 
 
-def _sampled_log_probs(episode: Episode) -> Tensor:
-    return torch.tensor([0.0 if each is None else each for each in episode.log_probs])
+def _sampled_log_probs(segment: Segment) -> Tensor:
+    return torch.tensor([0.0 if each is None else each for each in segment.log_probs])
 
 
 def _size(row: Row, work: WorkModel) -> RowSize:

@@ -177,8 +177,11 @@ class RlTrainer:
             assert self.last is not None
             updates = groups_of_updates(self.last.groups, self.cfg.rl.updates)
             episodes = [each for groups in updates for group in groups for each in group.episodes]
+            segments = [(each, part) for each in episodes for part in each.segments]
             for number, kl in teacher_kls.items():
-                episodes[number].teacher_kl = kl
+                episode, part = segments[number]
+                share = kl * (part.drawn / episode.trained)
+                episode.teacher_kl = (episode.teacher_kl or 0.0) + share
             self.run.log.samples(rl_line(step + 1, self.last, whole, apart, has_rewards(self.cfg)))
         self.run.record(step, StepBatch([], after, total), whole, *applied)
         if self.leads:

@@ -239,7 +239,9 @@ def test_turns_of_an_episode_are_the_chat_of_transformers(name, variables, reply
     encoder, tokenizer = TurnEncoder(ours), ours.encoder.renderer.tokenizer
     ids = encoder.opening(ASK, "x:1").ids_S.tolist()
     ids += tokenizer(f"{DRAWN[0]}{END}")["input_ids"]
-    ids += encoder.reply([reply], "x:1").ids_S.tolist()
+    row, is_continued = encoder.reply([reply], "x:1")
+    ids += row.ids_S.tolist()
+    assert is_continued
     processor = hf_processor(folder(name))
     processor.tokenizer = tokenizer
     chat = {"messages": [*ASK, think("r", "b"), reply]}
@@ -268,9 +270,9 @@ def test_a_record_says_whether_the_model_thinks(key, reader):
     plain = by_record.encode(chat, "x:1")
     assert by_record.is_contrary(chat, plain) and not by_record.is_contrary({**chat, **own}, plain)
     turns, reply = TurnEncoder(by_record), [say("tool", "3")]
-    expected = TurnEncoder(by_config).reply(reply, "x:1").ids_S.tolist()
-    assert turns.reply(reply, "x:1", own).ids_S.tolist() == expected
-    assert turns.reply(reply, "x:1").ids_S.tolist() != expected
+    expected = TurnEncoder(by_config).reply(reply, "x:1")[0].ids_S.tolist()
+    assert turns.reply(reply, "x:1", own)[0].ids_S.tolist() == expected
+    assert turns.reply(reply, "x:1")[0].ids_S.tolist() != expected
 
 
 def test_variables_that_a_record_may_not_set(reader):
@@ -304,10 +306,14 @@ def test_the_system_message_of_chats_that_have_none(reader):
     ("name", "variables"),
     [("qwen3_5", {}), ("qwen3_6", {}), ("qwen3_8", {"preserve_thinking": False})],
 )
-def test_a_template_that_forgets_thoughts_takes_no_further_question(name, variables, reader):
+def test_a_template_that_forgets_thoughts_rewrites_what_was_before_a_question(
+    name, variables, reader
+):
     encoder = TurnEncoder(reader(name, template_kwargs=variables))
-    with raises(DataError, place="x:1", key="data.template_kwargs"):
-        encoder.reply([say("user", "and?")], "x:1")
+    row, is_continued = encoder.reply([say("user", "and?")], "x:1")
+    assert not is_continued
+    words = encoder.reader.encoder.renderer.tokenizer.decode(row.ids_S.tolist())
+    assert words.startswith("\n<|im_start|>user\nand?<|im_end|>")
 
 
 @pytest.mark.parametrize(

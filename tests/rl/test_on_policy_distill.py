@@ -21,7 +21,7 @@ from megatron_vlm.config.schema import RlConfig, TeacherConfig
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.rl.advantages import group_advantages
-from megatron_vlm.rl.episode import Episode, Group
+from megatron_vlm.rl.episode import Episode, Group, Segment
 from megatron_vlm.rl.policy_update import PolicyUpdater
 from megatron_vlm.rl.train_batch import (
     make_train_batch,
@@ -111,8 +111,9 @@ def groups_of(rows: list[Row]) -> list[Group]:
             drawn = (row.labels_S != IGNORE).tolist()
             record = {"data_source": "shapes" if place % 4 else "b"}
             episode = Episode(number, place, number - place, f"row {number}", record)
-            episode.shown, episode.ids = [row], row.ids_S.tolist()
-            episode.log_probs = [0.0 if each else None for each in drawn]
+            episode.shown = [row]
+            log_probs = [0.0 if each else None for each in drawn]
+            episode.segments = [Segment(row.ids_S.tolist(), log_probs, [row])]
             episode.reward = math.sin(number)
             episodes.append(episode)
         groups.append(Group("?", episodes))

@@ -343,6 +343,22 @@ def test_a_run_resumes_bit_for_bit(pool, folder, model, alone):
     assert status == 2 and f"model.path={copied} has another content" in err, err
 
 
+@pytest.mark.full
+def test_episodes_of_several_rows_resume_bit_for_bit(pool, folder, model):
+    """Qwen3.5's template takes thoughts out of earlier turns, so that each turn is a row."""
+    forgetting = folder / "forgetting"
+    shutil.copytree(model, forgetting)
+    template = Path(__file__).parents[1] / "support" / "templates" / "qwen3_5.jinja"
+    shutil.copyfile(template, forgetting / "chat_template.jinja")
+    more = [*LOOKS, "parallel.pp=2", "checkpoint.every=1"]
+    whole = learnt(pool, 2, folder, str(forgetting), "rows", *more)
+    learnt(pool, 2, folder, str(forgetting), "rows-resumed", *more, "train.steps=1")
+    resumed = learnt(pool, 2, folder, str(forgetting), "rows-resumed", *more)
+    assert furthest(whole, resumed) == 0 and samples(whole) == samples(resumed)
+    for line in lines(whole, "rl"):
+        assert line["rows"] == line["turns"] == 3 and line["reread"] > 1.5
+
+
 def stopped_after_a_step(given: list[str], metrics: Path) -> int:
     """Train, with a SIGTERM to one rank in the middle of the second step; return the status."""
     signals = Signals()

@@ -56,14 +56,14 @@ class Reader:
         self, raw: object, where: str, prompt: bool = False, passed: Counter[str] | None = None
     ) -> Sample:
         """Encode a record of one chat. Of images, only the headers are read."""
-        return self._encode_chat(self.parse(raw, where, passed), prompt)
+        return self.encode_chat(self.parse(raw, where, passed), prompt)
 
     def encode_example(
         self, raw: object, where: str, passed: Counter[str] | None = None
     ) -> Example:
         """Encode a record of any kind: one row for each of its chats."""
         example = tuple(
-            replace(self._encode_chat(chat), is_rejected=is_rejected)
+            replace(self.encode_chat(chat), is_rejected=is_rejected)
             for chat, is_rejected in self.chats(raw, where, passed)
         )
         if self.kind in ("pair", "label"):
@@ -77,7 +77,8 @@ class Reader:
             )
         return example
 
-    def _encode_chat(self, record: Record, prompt: bool = False) -> Sample:
+    def encode_chat(self, record: Record, prompt: bool = False) -> Sample:
+        """Encode a parsed chat."""
         is_retrieval = isinstance(self.kind, RetrievalForm)
         prompt = prompt or self.prompts_only or is_retrieval
         sample = self.encoder.encode(record, self.policy, prompt)
