@@ -26,13 +26,7 @@ import numpy as np
 import torch
 from record import record
 
-from megatron_vlm import (
-    AdamStep,
-    Config,
-    MegatronWorker,
-    Row,
-    SamplingSettings,
-)
+from megatron_vlm import AdamStep, Config, MegatronWorker, Row, SamplingSettings
 from megatron_vlm.commands.demo.tiny_model import write_tiny
 from megatron_vlm.commands.demo.tiny_spec import TinySpec
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig

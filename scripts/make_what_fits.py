@@ -123,13 +123,7 @@ def qwen3_5_config(
 
 
 def qwen3_5_moe_config(
-    layers: int,
-    hidden: int,
-    experts: int,
-    top_k: int,
-    width: int,
-    heads: int,
-    value_heads: int,
+    layers: int, hidden: int, experts: int, top_k: int, width: int, heads: int, value_heads: int
 ) -> Qwen3_5MoeConfig:
     """Return the config.json of a Qwen3.5 with experts. The shared expert has the width of the
     others."""

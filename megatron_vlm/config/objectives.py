@@ -240,10 +240,7 @@ def _check_adapters_off(cfg: Config) -> None:
         why = "lora.path continues an adapter, so the model without it is not the initial one"
     if why:
         raise ConfigError(
-            f": {why}",
-            key="preference.reference",
-            found="adapters_off",
-            allowed=("keep", "model"),
+            f": {why}", key="preference.reference", found="adapters_off", allowed=("keep", "model")
         )
 
 

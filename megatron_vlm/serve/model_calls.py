@@ -133,9 +133,7 @@ class ModelCalls:
         model = self.journal.model(call.owner)
         if form.sampling_session_seq_id is None or model is None:
             raise RequestError(
-                "is missing",
-                key="path",
-                allowed="a name, or sampling_session_seq_id for a session",
+                "is missing", key="path", allowed="a name, or sampling_session_seq_id for a session"
             )
         folder = self.model_cache.new_folder("weights")
         self.model_cache.save(loaded, folder, False)

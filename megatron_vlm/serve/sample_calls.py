@@ -126,9 +126,7 @@ def read_ask(
     schemas.check_top_k(form, reader.tokens.vocab)
     if form.prompt_logprobs_last_n is not None and not form.prompt_logprobs:
         raise RequestError(
-            "needs prompt_logprobs",
-            key="prompt_logprobs_last_n",
-            found=form.prompt_logprobs_last_n,
+            "needs prompt_logprobs", key="prompt_logprobs_last_n", found=form.prompt_logprobs_last_n
         )
     targets = form.target_prompt_logprobs
     return SampleAsk(

@@ -15,24 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.config.objective_configs import PreferenceConfig
-from megatron_vlm.config.objectives import (
-    OBJECTIVES,
-    losses_of,
-    needs_mismatched,
-    spec_of,
-)
+from megatron_vlm.config.objectives import OBJECTIVES, losses_of, needs_mismatched, spec_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import REJECTED, ROW_REFERENCE, MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.training.losses import LossFunction
-from megatron_vlm.training.preference_losses import (
-    GLOBAL_LOSSES,
-    LABEL_LOSSES,
-    PAIR_LOSSES,
-    Pairs,
-)
+from megatron_vlm.training.preference_losses import GLOBAL_LOSSES, LABEL_LOSSES, PAIR_LOSSES, Pairs
 from megatron_vlm.training.reference import ReferenceModel, row_log_probs
 from megatron_vlm.training.row_scores import score_targets
 from megatron_vlm.training.stage_inputs import RowInputs

@@ -705,9 +705,7 @@ def test_a_slip_of_a_format_is_answered():
 
 
 def test_names_of_media_are_looked_at_in_no_time():
-    from megatron_vlm.data.records.keys import (
-        looks_like_media,  # for names as in a hostile file
-    )
+    from megatron_vlm.data.records.keys import looks_like_media  # for names as in a hostile file
 
     assert not any(looks_like_media(f"image{'1_' * 40}x" * n, "a") for n in range(1, 50))
 

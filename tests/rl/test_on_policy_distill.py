@@ -121,10 +121,7 @@ def groups_of(rows: list[Row]) -> list[Group]:
 
 
 def distil(
-    path: str,
-    case: Case,
-    settings: Mapping[str, tuple[RlConfig, TeacherConfig]],
-    rows: list[Row],
+    path: str, case: Case, settings: Mapping[str, tuple[RlConfig, TeacherConfig]], rows: list[Row]
 ) -> dict[str, tuple[Any, ...]]:
     """Return loss, means, teacher KL of each row and gradients of each distillation."""
     worker = MegatronWorker(case.config(path))

@@ -45,12 +45,7 @@ from megatron_vlm.training.frozen_inputs import (
     frozen_inputs,
     inputs_from_json,
 )
-from megatron_vlm.training.preference_losses import (
-    GLOBAL_LOSSES,
-    PAIR_LOSSES,
-    Pairs,
-    kto,
-)
+from megatron_vlm.training.preference_losses import GLOBAL_LOSSES, PAIR_LOSSES, Pairs, kto
 from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.reference import with_reference
 from megatron_vlm.training.stage_inputs import RowInputs
@@ -122,11 +117,7 @@ def pairs() -> list[dict[str, Any]]:
 def labelled() -> list[dict[str, Any]]:
     """The answers of the pairs one by one, some good and some bad."""
     return [
-        {
-            "prompt": pair["prompt"],
-            "completion": pair[name],
-            "label": name == "chosen",
-        }
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
         for number, pair in enumerate(pairs()[:3] + pairs()[4:])
         for name in (("chosen", "rejected") if number != 1 else ("rejected",))
     ]
@@ -150,11 +141,7 @@ class Trial:
             cfg,
             data=DataConfig(train=sources, num_workers=0, cache_dir=None, shuffle=False),
             preference=PreferenceConfig(**self.preference),
-            train=replace(
-                cfg.train,
-                objective=self.objective,
-                global_batch_size=len(self.records),
-            ),
+            train=replace(cfg.train, objective=self.objective, global_batch_size=len(self.records)),
         )
 
 

@@ -109,11 +109,7 @@ class VideoSettings:
         for key, needed in _FIXED.items():
             if raw.get(key, needed) != needed:
                 raise ConfigError(
-                    "is not supported",
-                    place=str(path),
-                    key=key,
-                    found=raw[key],
-                    allowed=(needed,),
+                    "is not supported", place=str(path), key=key, found=raw[key], allowed=(needed,)
                 )
         values = {item.name: raw[item.name] for item in fields(cls) if item.name in raw}
         # Hugging Face reads the two bounds from size alone, and ignores other fields for them.

@@ -196,7 +196,7 @@ def _refuse_unsupported(entry: JsonField) -> None:
 _DOWNLOAD = "download the data, and give its file as file_name"
 _REMEDIES = {
     "num_samples": "remove it, and give the data set a weight: "
-    "data.train={path: FILE.json:NAME, weight: 0.5}",
+    "data.train={path: FILE.json:NAME, weight: 0.5}"
 }
 
 

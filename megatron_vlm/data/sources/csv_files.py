@@ -8,12 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.data.sources.text_files import (
-    MAX_RECORD,
-    content_of,
-    iter_lines,
-    too_large_error,
-)
+from megatron_vlm.data.sources.text_files import MAX_RECORD, content_of, iter_lines, too_large_error
 from megatron_vlm.errors import DataError
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}

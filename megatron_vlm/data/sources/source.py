@@ -24,12 +24,7 @@ from megatron_vlm.data.sources.columns import (
     read_dataset_info,
 )
 from megatron_vlm.data.sources.csv_files import DELIMITERS, parse_row, scan_rows
-from megatron_vlm.data.sources.tables import (
-    TableSource,
-    load_by_name,
-    missing_split,
-    root_cause,
-)
+from megatron_vlm.data.sources.tables import TableSource, load_by_name, missing_split, root_cause
 from megatron_vlm.data.sources.tar import TarSource
 from megatron_vlm.data.sources.text_files import (
     check_size,

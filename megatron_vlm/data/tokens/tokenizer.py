@@ -66,8 +66,7 @@ def cut_special_tokens(
     texts = list(_strings([chat.tools, *contents]))
     if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
         raise DataError(
-            ": the text has half of a surrogate pair, which is not valid Unicode",
-            place=chat.where,
+            ": the text has half of a surrogate pair, which is not valid Unicode", place=chat.where
         )
     hit = next((m for text in texts if (m := special.search(text))), None)
     if hit is None:

@@ -118,11 +118,7 @@ def _made_dense(tensor: Any, shape: Sequence[int], where: str) -> np.ndarray:
 
 
 def check_csr(
-    crow: np.ndarray,
-    column: np.ndarray,
-    values: int,
-    shape: tuple[int, int],
-    fields: str,
+    crow: np.ndarray, column: np.ndarray, values: int, shape: tuple[int, int], fields: str
 ) -> np.ndarray:
     """Return the row of each value. Indices that do not fit the shape are refused. `fields` is the
     common beginning of both field names."""
