@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.tokens.completions import SamplingSettings
-from megatron_vlm.data.tokens.mrope_positions import GridQueue
+from megatron_vlm.data.tokens.placeholder_grids import GridQueue
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample_views import unpatch
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer

@@ -21,8 +21,8 @@ from megatron_vlm.family.decoder_layers import (
     Whole,
 )
 from megatron_vlm.family.spec import ModelSizes, Part, TensorSpec
-from megatron_vlm.hf.backend import BACKENDS
 from megatron_vlm.hf.expert_layouts import ReadSlice
+from megatron_vlm.hf.layer_backends import BACKENDS
 
 # Our names of the head and of the norm before it.
 HEAD, LAST_NORM = "output_layer", "decoder.final_layernorm.weight"

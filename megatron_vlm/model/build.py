@@ -13,8 +13,8 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.family.spec import Family, ModelSizes, TextSizes
-from megatron_vlm.hf.backend import BACKENDS
 from megatron_vlm.hf.block_weight import BlockWeight, replace_parameter
+from megatron_vlm.hf.layer_backends import BACKENDS
 from megatron_vlm.model.attention_kernels import TORCH, AttentionShape, choose_kernel
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.delta_kernels import choose_delta_rule

@@ -11,7 +11,7 @@ from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.config_json import Counts
-from megatron_vlm.hf.backend import BACKENDS, Refusal
+from megatron_vlm.hf.layer_backends import BACKENDS, Refusal
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.decoder_layers import Experts, GatedDeltaNet, LayerSpec
 from megatron_vlm.family.spec import TextSizes
-from megatron_vlm.hf.backend import BACKENDS
+from megatron_vlm.hf.layer_backends import BACKENDS
 from megatron_vlm.model.attention import CachedAttention, FusedSelfAttention, SDPACoreAttention
 from megatron_vlm.model.decoder_layer import DecoderLayer
 from megatron_vlm.model.delta_kernels import DeltaRule

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from megatron_vlm.config.schema import Config, LoraConfig, get
 from megatron_vlm.config.trainable import USUAL
-from megatron_vlm.hf.backend import BACKENDS
+from megatron_vlm.hf.layer_backends import BACKENDS
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import stage_memory
 from megatron_vlm.planner.row_sizes import BatchSizes

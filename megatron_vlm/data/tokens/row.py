@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.tokens.mrope_positions import GridQueue
+from megatron_vlm.data.tokens.placeholder_grids import GridQueue
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import Tokens
 

@@ -17,7 +17,7 @@ from megatron_vlm.data.records.record import Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.boxes_as_text import Outline, outlines_of
 from megatron_vlm.data.tokens.chat_renderer import START
 from megatron_vlm.data.tokens.encoder import Encoder, image_sizes
-from megatron_vlm.data.tokens.mrope_positions import GridQueue
+from megatron_vlm.data.tokens.placeholder_grids import GridQueue
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample import Example, Sample

@@ -1,4 +1,4 @@
-"""M-RoPE positions, and the check that placeholders and images agree.
+"""Pairs of placeholder runs and the grids of their images, and the check that they agree.
 
 Shapes: S tokens of a row, B rows, I images, 3 the axes time, height, width.
 """
