@@ -264,9 +264,7 @@ class RlConfig:
     failed_reward: FailedReward | None = None  # reward of a failed or late call; null: stop the run
     samples: Natural = 8  # answers to each prompt; train.global_batch_size counts prompts
     max_new_tokens: Natural = 512  # maximum tokens of one answer
-    max_tokens: Natural = (
-        16384  # maximum tokens of a row; an episode has no further turn beyond them
-    )
+    max_tokens: Natural = 16384  # maximum tokens of a row, beyond which an episode has no turn
     temperature: NonNegative = 1.0  # sampling temperature
     top_k: Count = 0  # sample among this many most likely tokens; 0: among all
     top_p: ShareAboveZero = 1.0  # sample among the most likely tokens, up to this total probability
