@@ -30,6 +30,7 @@ def _serve(connection: Connection) -> None:
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
+    gc.freeze()  # modules stay, so that collections can skip them
     # The worker under test installs the stand-in, as in a real run.
     while (task := connection.recv()) is not None:
         fn, rank, world, store, port, args = task
@@ -47,8 +48,9 @@ def _serve(connection: Connection) -> None:
         with contextlib.suppress(Exception):
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-        gc.collect()  # a worker is a cycle, and each of its process groups has three threads
-        gc.freeze()  # the remaining objects stay, so later collections can skip them
+        # A worker is a cycle, and each of its process groups has three threads. What a thread of the
+        # case still refers to is collected after a later case.
+        gc.collect()
         connection.send(answer)
 
 
