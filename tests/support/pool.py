@@ -48,8 +48,8 @@ def _serve(connection: Connection) -> None:
         with contextlib.suppress(Exception):
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-        # A worker is a cycle, and each of its process groups has three threads. What a thread of the
-        # case still refers to is collected after a later case.
+        # A worker is a cycle, and each of its process groups has three threads. What a thread of
+        # the case still refers to is collected after a later case.
         gc.collect()
         connection.send(answer)
 
