@@ -22,7 +22,7 @@ BUDGETS = {
     "lines of version": 3,
     "lines of train": 81,
     "lines of model": 3_661,
-    "lines of config": 4_425,
+    "lines of config": 4_423,
     "lines of training": 5_935,
     "lines of planner": 2_408,
     "lines of lora": 1_204,
@@ -46,9 +46,9 @@ BUDGETS = {
     "small files with one importer": 25,
     "keys": 202,
     "commands": 19,
-    "words of docs": 53_965,
+    "words of docs": 53_977,
     "words of README": 449,
-    "lines of tests": 58_063,
+    "lines of tests": 58_070,
 }
 
 # Of tests/durations.json, which `.ci/run` writes: the sum of the quick tests, which two processes
