@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 from pathlib import Path
 
+from megatron_vlm.config import Config, ConfigFile, load_config, to_yaml
 from megatron_vlm.config.arguments import add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
 from megatron_vlm.errors import ConfigError
@@ -45,6 +46,24 @@ def check_dry_run_arguments(args: argparse.Namespace) -> None:
             )
 
 
+def _compose(args: argparse.Namespace) -> tuple[Config, ConfigFile | None, list[str]]:
+    """Return the configuration, the file that it is from, and the arguments of the processes. Print
+    the configuration if --cfg asks for it."""
+    file, arguments = read_configuration(args)
+    cfg = load_config(args.overrides, file)
+    if args.cfg:
+        print(to_yaml(cfg), end="")
+    return cfg, file, arguments
+
+
+def _check_start(args: argparse.Namespace, cfg: Config, file: ConfigFile | None) -> Config | None:
+    """Check what a run needs to start. Return the configuration in its folder, if there is one."""
+    check_run(cfg, args.gpus)
+    saved = check_unnamed(cfg, args.overrides, file)
+    check_sinks(cfg)
+    return saved
+
+
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add recipes, keys, --config, --cfg and --dry-run."""
     recipe = "a recipe of a group (model=qwen3_vl_2b) or a value (optim.lr=2e-5); values win"
@@ -66,19 +85,14 @@ def train_(args: argparse.Namespace) -> int:
     It writes into run=: metrics.jsonl, checkpoints/, report.html and export/, which transformers
     loads.
     """
-    from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.command_checks import check_train
 
     check_dry_run_arguments(args)
-    file, arguments = read_configuration(args)
-    cfg = load_config(args.overrides, file)
+    cfg, file, arguments = _compose(args)
     if args.cfg:
-        print(to_yaml(cfg), end="")
         return 0
     check_train(cfg)
-    check_run(cfg, args.gpus)
-    saved = check_unnamed(cfg, args.overrides, file)
-    check_sinks(cfg)
+    saved = _check_start(args, cfg, file)
     if args.dry_run:
         from megatron_vlm.commands.dry_run.command import dry_run
 
@@ -110,23 +124,18 @@ def rl(args: argparse.Namespace) -> int:
 
     docs/rl.md describes rewards, environments and engines.
     """
-    from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.command_checks import check_rl
     from megatron_vlm.distributed.launch.launch import launch
     from megatron_vlm.engines.engine_kinds import check_engine
     from megatron_vlm.rl.rl_train import run_rl
 
-    file, arguments = read_configuration(args)
-    cfg = load_config(args.overrides, file)
+    cfg, file, arguments = _compose(args)
     if args.cfg:
-        print(to_yaml(cfg), end="")
         return 0
     check_dry_run_arguments(args)
     check_rl(cfg)
     check_engine(cfg, "rl")
-    check_run(cfg, args.gpus)
-    saved = check_unnamed(cfg, args.overrides, file)
-    check_sinks(cfg)
+    saved = _check_start(args, cfg, file)
     if args.dry_run:
         from megatron_vlm.commands.dry_run.rl_dry_run import rl_dry_run
 
@@ -163,7 +172,6 @@ def serve(args: argparse.Namespace) -> int:
 
     docs/serve.md describes keys for clients, limits and what a service keeps.
     """
-    from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.command_checks import check_serve
     from megatron_vlm.distributed.launch.launch import launch
     from megatron_vlm.engines.engine_kinds import check_engine
@@ -175,10 +183,8 @@ def serve(args: argparse.Namespace) -> int:
         name, keys = args.add_client
         print(add_key(name, Path(keys)))
         return 0
-    file, arguments = read_configuration(args)
-    cfg = load_config(args.overrides, file)
+    cfg, _, arguments = _compose(args)
     if args.cfg:
-        print(to_yaml(cfg), end="")
         return 0
     for name in ("fastapi", "uvicorn", "google.protobuf", "zstandard"):
         if importlib.util.find_spec(name.partition(".")[0]) is None:

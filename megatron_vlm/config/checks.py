@@ -85,7 +85,7 @@ def check_training(cfg: Config) -> None:
     """Refuse to train without data, without a number of steps, or with measurements that cannot be
     made."""
     require(cfg, "data.train")
-    if cfg.train.steps is None and any(spec.streaming for spec in cfg.data.train):
+    if cfg.train.steps is None and cfg.data.is_stream:
         raise ConfigError(
             "is not set, and data.train is a stream, which has no length",
             key="train.steps",

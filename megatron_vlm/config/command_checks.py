@@ -28,7 +28,7 @@ def check_rl(cfg: Config) -> None:
     _check_rewards(cfg)
     _check_target("rl.reward", rl.reward)
     _check_target("rl.environment", rl.environment)
-    if any(spec.streaming for spec in cfg.data.train):
+    if cfg.data.is_stream:
         raise ConfigError(
             "is a stream, and prompts are read by their number, so that a run can resume",
             key="data.train",

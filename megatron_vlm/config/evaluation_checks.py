@@ -92,10 +92,9 @@ def check_measuring(cfg: Config) -> None:
         where = metric.rpartition(":")[0]
         if where.endswith(".py") and not Path(where).expanduser().is_file():
             raise ConfigError(f": there is no file {where}", key="eval.metrics", found=metric)
-    is_stream = any(spec.streaming for spec in cfg.data.train)
     for group in ("eval", "checkpoint"):
         every = getattr(cfg, group).every
-        if is_stream and epochs_between(every) is not None:
+        if cfg.data.is_stream and epochs_between(every) is not None:
             raise ConfigError(
                 ": data.train is a stream, whose epochs have no known length",
                 key=f"{group}.every",
@@ -130,7 +129,7 @@ def _check_split(cfg: Config) -> None:
             found=split,
             remedy="give one of them; data.eval=null clears that of a recipe",
         )
-    if any(spec.streaming for spec in cfg.data.train):
+    if cfg.data.is_stream:
         raise ConfigError(
             ": data.train is a stream, of which no records can be set aside before it is read",
             key="data.split",

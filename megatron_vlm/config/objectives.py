@@ -90,9 +90,8 @@ def reference_of(cfg: Config) -> Reference | None:
         return "keep"
     if trains_adapters_alone(cfg):
         return "adapters_off"
-    is_stream = any(spec.streaming for spec in cfg.data.train)
     # The answers that kto compares with change with each batch.
-    return "model" if is_stream or needs_mismatched(cfg) else "keep"
+    return "model" if cfg.data.is_stream or needs_mismatched(cfg) else "keep"
 
 
 def trains_adapters_alone(cfg: Config) -> bool:
@@ -203,7 +202,7 @@ def _check_reference(cfg: Config) -> None:
         refuse_stream(cfg, "preference.reference", folder)
     if reference == "adapters_off":
         _check_adapters_off(cfg)
-    if reference == "keep" and any(spec.streaming for spec in cfg.data.train):
+    if reference == "keep" and cfg.data.is_stream:
         raise ConfigError(
             ": data.train is a stream, whose samples are not known before the first step",
             key="preference.reference",

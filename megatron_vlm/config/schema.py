@@ -154,6 +154,11 @@ class DataConfig:
     shuffle_window: Natural = 1000  # records of a stream that are shuffled together
     seed: Seed = 0  # seed of the order of records
 
+    @property
+    def is_stream(self) -> bool:
+        """True if data.train streams; checks.py refuses sources of both kinds."""
+        return any(spec.streaming for spec in self.train)
+
 
 @dataclass(frozen=True, repr=False)
 class MuonSettings:

@@ -57,7 +57,7 @@ def _check_target_folder(cfg: Config) -> None:
 
 def refuse_stream(cfg: Config, key: str, folder: str) -> None:
     """Refuse a folder of scores for a stream."""
-    if any(spec.streaming for spec in cfg.data.train):
+    if cfg.data.is_stream:
         raise ConfigError(
             "has scores of records, and those of a stream are not known ahead",
             key=key,

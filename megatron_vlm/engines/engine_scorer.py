@@ -31,8 +31,7 @@ class EngineScorer:
         """Begin to score a row: see Engine.score. Refuse engines whose own processor makes other
         patches of the first row with pictures. Engines that show no patches are not checked."""
         engine = self.engines.engine
-        has_pictures = row.image_grid_I3 is not None or row.video_grid_I3 is not None
-        if has_pictures and not self.is_checked:
+        if row.has_media and not self.is_checked:
             self.is_checked = True
             view = result_of(self.engines.submit(engine.inspect(row)), self.waiting)
             if view and (what := describe_difference(row, view, self.trainer)):

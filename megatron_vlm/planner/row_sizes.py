@@ -144,7 +144,7 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> RowSample:
     """Return the rows of records that are evenly spaced over the first epoch of data.train. Without
     data.train, or for a stream, whose records are unknown, return assumed rows."""
     specs = cfg.data.train
-    if not specs or any(spec.streaming for spec in specs):
+    if not specs or cfg.data.is_stream:
         mix = assumed_mix(sizes, cfg.data.max_tokens)
         return mix if not specs else RowSample(mix.rows, f"data.train streams; {mix.origin}")
     cache = None if cfg.data.cache_dir is None else home_path(cfg.data.cache_dir)

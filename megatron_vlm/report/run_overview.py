@@ -138,7 +138,7 @@ def _data(cfg: Config, remarks: Remarks) -> str:
     lost = {"dropped": remarks.dropped, "wrong and skipped": remarks.wrong}
     left_out = ", ".join(f"{count:,} {why}" for why, count in lost.items() if count)
     text = f"{', '.join(names[:_MAX_NAMES])}{more}"
-    if any(spec.streaming for spec in cfg.data.train):
+    if cfg.data.is_stream:
         return f"{text}: a stream, of which nothing is known before it is read"
     return f"{text}; records left out: {left_out or 'none'}"
 

@@ -166,13 +166,15 @@ class EpisodeRunner:
         rl = self.cfg.rl
         where = f"{episode.where}: what rl.environment says after answer {turn + 1}"
         reply, is_continued = dialogue.reply(messages, where, episode.record)
+        if turn + 1 == rl.turns:
+            return False
         episode.replies.append(messages)
         if is_continued:
             length = len(episode.segments[-1].ids) + len(reply.ids_S) + 1
         else:
             ids = self._conversation(episode, dialogue, [*episode.shown, reply], where)
             length = len(ids)
-        if turn + 1 == rl.turns or length + rl.max_new_tokens > rl.max_tokens:
+        if length + rl.max_new_tokens > rl.max_tokens:
             return False
         if is_continued:
             episode.add_observation(reply, dialogue.end_id)

@@ -2,12 +2,9 @@
 """lora.base=nf4 equals PEFT on the same weights in bitsandbytes' own layers, from plain checkpoints
 and from those that it has stored."""
 
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.lora.targets import entries_in_blocks
@@ -19,8 +16,8 @@ from tests.support.comparison import check_worst, relative_errors
 from tests.support.peft_reference import peft_model, save
 from tests.support.reference import inputs_of
 from tests.support.runs import loss_and_grads
+from tests.support.trl import run_on_tensors
 
-ROOT = Path(__file__).parents[2]
 # The error is relative, as in test_lora.py. Measured worst case: 2.5e-6.
 TOLERANCE = 5e-6
 NF4 = replace(ALL, base="nf4")
@@ -45,12 +42,7 @@ def test_equals_peft_on_bitsandbytes(sizes, nested, pool, tiny, tmp_path, record
     adapter = save(model, tmp_path / "adapter")
     inputs = [inputs_of(model, row) | {"labels": row.labels_S} for row in rows]
     case = {"model": path, "adapter": adapter, "nested": nested, "rows": inputs}
-    torch.save(case, tmp_path / "case.pt")
-    script = Path(__file__).parents[1] / "support" / "bitsandbytes_peft.py"
-    words = [ROOT / ".venv-trl" / "bin" / "python", script, tmp_path / "case.pt", tmp_path / "out"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    theirs = torch.load(tmp_path / "out")
+    theirs = run_on_tensors("bitsandbytes_peft.py", case, tmp_path)
 
     stored = HFCheckpoint(tmp_path / "stored")
     stored.read_headers()

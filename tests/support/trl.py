@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,28 @@ PYTHON = Path(__file__).parents[2] / ".venv-trl" / "bin" / "python"
 
 def run_trl(script: str, *arguments: object, given: Any = None) -> Any:
     """Run a script of this folder there, and return the JSON that it prints."""
+    return json.loads(_printed(script, arguments, json.dumps(given)))
+
+
+def run_on_tensors(script: str, case: Any, folder: Path) -> Any:
+    """Run a script of this folder there with a file of torch, and return the content of the file
+    that it writes."""
+    given, out = folder / "case.pt", folder / "out"
+    torch.save(case, given)
+    _printed(script, (given, out))
+    return torch.load(out)
+
+
+def _printed(script: str, arguments: Sequence[object], given: str | None = None) -> str:
     done = subprocess.run(
         [PYTHON, Path(__file__).with_name(script), *map(str, arguments)],
-        input=json.dumps(given),
+        input=given,
         capture_output=True,
         text=True,
         env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    return done.stdout
 
 
 def check_trl(

@@ -2,9 +2,7 @@
 """AdamW with moments in bf16 or 8 bits: the formulas are those of torch's AdamW, rounding has no
 bias, and copies of a weight stay equal however replicas divide them."""
 
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +16,8 @@ from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.runs import Case, my_rows
 from tests.support.suites import FULL, SLOW, quick
+from tests.support.trl import run_on_tensors
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 WEIGHTS = 10_000  # the last block is not full
 STATES = ("fp32", "bf16", "int8")
@@ -134,12 +132,7 @@ def test_the_formulas_are_those_of_torch(record_property):
 def test_8_bits_lose_no_more_than_those_of_bitsandbytes(decades, share, tmp_path, record_property):
     weight, grads = problem(decades)
     case = {"weight": weight, "grads": grads, "settings": SETTINGS}
-    torch.save(case, tmp_path / "case.pt")
-    script = Path(__file__).parents[1] / "support" / "bitsandbytes_steps.py"
-    words = [ROOT / ".venv-trl" / "bin" / "python", script, tmp_path / "case.pt", tmp_path / "out"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    theirs = torch.load(tmp_path / "out")
+    theirs = run_on_tensors("bitsandbytes_steps.py", case, tmp_path)
     expected = steps(None, decades)
     ratio = distance(steps("int8", decades), expected) / distance(theirs["weight"], expected)
     record_property("ratio", ratio)

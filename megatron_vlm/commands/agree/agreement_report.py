@@ -123,14 +123,13 @@ def prompt_cells(prompt: ComparedPrompt) -> tuple[str, ...]:
     """Return the cells of a prompt in the order of PROMPTS."""
     differences = [token.difference for token in prompt.tokens]
     mean = sum(differences) / len(differences) if differences else math.nan
-    has_media = prompt.prompt.image_grid_I3 is not None or prompt.prompt.video_grid_I3 is not None
     return (
         prompt.where.rpartition("/")[2],
         f"{len(prompt.prompt.ids_S):,}",
         _shows(prompt),
         "equal" if prompt.ids else "differ",
-        "-" if not has_media else "equal" if prompt.grids else "differ",
-        small_number(prompt.patches) if has_media else "-",
+        "-" if not prompt.prompt.has_media else "equal" if prompt.grids else "differ",
+        small_number(prompt.patches) if prompt.prompt.has_media else "-",
         f"{len(prompt.tokens):,}",
         small_number(prompt.worst),
         small_number(mean),

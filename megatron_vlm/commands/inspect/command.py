@@ -38,7 +38,7 @@ def run_inspect(
         raise ConfigError(key="--samples", found=samples, allowed="at least 0")
     if ranks < 1:
         raise ConfigError(key="--ranks", found=ranks, allowed="at least 1")
-    if any(spec.streaming for spec in cfg.data.train):
+    if cfg.data.is_stream:
         raise ConfigError(
             "is a stream, which has no sizes to count",
             key="data.train",

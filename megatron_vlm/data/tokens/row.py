@@ -48,6 +48,11 @@ class Row:
     teacher_log_probs_NR: Tensor | None = None
     targets: Tensor | None = None
 
+    @property
+    def has_media(self) -> bool:
+        """True if it has a picture or a video."""
+        return self.image_grid_I3 is not None or self.video_grid_I3 is not None
+
     def check_pixels(self, where: str) -> None:
         """Raise a DataError if patches and grids do not come together or do not add up."""
         for pixels, grid, name in (
