@@ -12,7 +12,7 @@ UV := $(shell command -v uv)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1)/bin/pip install --quiet --no-compile)
 
-.PHONY: setup trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
+.PHONY: setup fla-env trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env chat-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
 
 setup: .venv/ready
 
@@ -180,13 +180,14 @@ swift-env: .venv-swift/ready
 	$(call install,.venv-swift) ms-swift==4.6.0 qwen-vl-utils==0.0.14 decord==0.6.0 torch==2.13.0 torchvision==0.28.0
 	touch $@
 
-# lmms-eval, for `megatron-vlm bench`. It wants filelock as it was before version 4.
+# lmms-eval, for `megatron-vlm bench`, and lm-eval, for tests/serve/test_evaluators.py. The first
+# wants filelock as it was before version 4.
 lmms-env: .venv-lmms/ready
 
 .venv-lmms/ready: tests/support/vllm_engine/torchvision_operators.py tests/support/vllm_engine/torchvision_operators.pth
 	$(PYTHON) -m venv .venv-lmms
 	$(call install,.venv-lmms) torch==2.13.0
-	$(call install,.venv-lmms) lmms-eval==0.7.3 torch==2.13.0 torchvision==0.28.0 'filelock<4'
+	$(call install,.venv-lmms) lmms-eval==0.7.3 lm_eval==0.4.13 torch==2.13.0 torchvision==0.28.0 'filelock<4'
 	cp tests/support/vllm_engine/torchvision_operators.* .venv-lmms/lib/python3*/site-packages
 	touch $@
 
@@ -236,6 +237,19 @@ te-env: .venv-te/ready
 	.venv-te/bin/python -c 'import transformer_engine.pytorch'
 	touch $@
 
+# flash-linear-attention and Triton, for tests/model/test_fla.py, where Triton's interpreter runs its
+# kernels without a GPU. There a loop's number is an int of Python, which has no `to`.
+fla-env: .venv-fla/ready
+
+FLA := flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
+.venv-fla/ready: pyproject.toml constraints.txt
+	rm -rf .venv-fla
+	$(PYTHON) -m venv .venv-fla
+	$(call install,.venv-fla) --constraint constraints.txt --editable . pytest
+	$(call install,.venv-fla) --no-deps $(FLA) triton==3.8.0
+	sed -i -E 's/\bi_t\.to\(tl\.int64\)/(i_t)/g' .venv-fla/lib/python3*/site-packages/fla/ops/common/chunk_delta_h.py
+	touch $@
+
 # The public Tinker client, for tests/serve/test_tinker_*.py.
 tinker-env: .venv-tinker/ready
 
@@ -247,26 +261,41 @@ TINKER := tests/support/tinker_client
 	$(call install,.venv-tinker) --no-deps --requirement $(TINKER)/requirements.txt
 	touch $@
 
+# The clients of OpenAI's and Anthropic's APIs and LangChain's, for tests/serve/test_chat_routes.py.
+chat-env: .venv-chat/ready
+
+CHAT := tests/support/chat_clients
+.venv-chat/ready: $(CHAT)/requirements.txt
+	rm -rf .venv-chat
+	$(PYTHON) -m venv .venv-chat
+	$(call install,.venv-chat) --no-deps --requirement $(CHAT)/requirements.txt
+	touch $@
+
 # The public client and the recipes of its cookbook against our service.
 tinker: setup tinker-env
 	$(BIN)/python -m pytest -m slow tests/serve -k tinker
 
-# What is right on a GPU and how fast, in one call: see benchmarks/gpu/run.py. It installs nothing.
+# What is right on a GPU and how fast: see benchmarks/gpu/run.py. It installs nothing. SECONDS limits
+# the call, ONLY names steps, and EARLIER the folders of calls that this one continues.
 PY ?= $(BIN)/python
 gpu:
-	$(PY) benchmarks/gpu/run.py
+	$(PY) benchmarks/gpu/run.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY)) \
+	  $(if $(EARLIER),--earlier $(EARLIER))
 
 gpu-dry: setup
 	$(BIN)/python benchmarks/gpu/run.py --dry --out .gpu
 
-# For `make gpu` where nothing can be installed: what such a machine lacks, for its Python.
+# For `make gpu` where nothing can be installed: what such a machine lacks, for its Python. Programs
+# that are too large to carry, or are built for its torch, must be there: their steps say "not run".
 GPU_PYTHON ?= 3.12
 wheels: setup
 	$(BIN)/pip wheel --quiet --no-deps --constraint constraints.txt --wheel-dir .wheels 'antlr4-python3-runtime==4.9.*'
 	$(BIN)/pip download --quiet --no-deps --constraint constraints.txt --only-binary=:all: --python-version $(GPU_PYTHON) \
 	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
 	  --platform manylinux_2_17_x86_64 --dest .wheels $(WHEELS)
-WHEELS := megatron-core hydra-core omegaconf datasets dill multiprocess
+	@du -sh .wheels
+	@echo 'not in it: torch, Triton, transformer-engine, grouped_gemm, bitsandbytes, vLLM'
+WHEELS := megatron-core hydra-core omegaconf datasets dill multiprocess pytest iniconfig pluggy $(FLA)
 
 # A release: the wheel and the source, checked, installed with each Python, and tried there.
 PYTHONS ?= 3.11 3.12 3.13
@@ -287,4 +316,4 @@ lock: .venv-release/ready
 	$(BIN)/python scripts/make_locks.py .venv-release/bin/uv
 
 clean:
-	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-llamafactory .venv-swift .venv-vllm .venv-tinker .venv-embed .venv-lmms .venv-te .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-llamafactory .venv-swift .venv-vllm .venv-tinker .venv-embed .venv-lmms .venv-te .venv-fla .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels

@@ -16,13 +16,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from megatron_vlm import Row
 from megatron_vlm.data.batches.balance import Limits, RowSize, measure, naive_plan, plan_batch
 from megatron_vlm.data.batches.collate import collate
-from megatron_vlm.data.media.images import (
-    ImageSettings,
-    expand_patches,
-    image_patches,
-    normalisation_table,
-)
 from megatron_vlm.data.tokens.row import PlacedRow
+from megatron_vlm.family.qwen.images import ImageSettings
 
 SIZES = ((480, 640), (768, 1024), (333, 500), (1080, 1920), (224, 224), (600, 400))
 ROWS, RANKS = 1024, 64
@@ -50,7 +45,7 @@ def images() -> dict[str, float]:
         image_mean=list(settings.mean),
         image_std=list(settings.std),
     )
-    table = normalisation_table(settings.mean, settings.std, settings.rescale_factor)
+    table = settings.table()
     pictures = [
         PIL.Image.fromarray(
             generator.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
@@ -62,10 +57,10 @@ def images() -> dict[str, float]:
         return [processor(images=[p], return_tensors="pt")["pixel_values"] for p in pictures]
 
     def as_bytes() -> list[torch.Tensor]:
-        return [torch.from_numpy(image_patches(picture, settings)) for picture in pictures]
+        return [torch.from_numpy(settings.patches(picture)) for picture in pictures]
 
     def as_floats() -> list[torch.Tensor]:
-        return [expand_patches(patches, table, 1536) for patches in as_bytes()]
+        return [settings.pixel_values(patches, table) for patches in as_bytes()]
 
     assert all(torch.equal(a, b) for a, b in zip(hf_pixels(), as_floats(), strict=True))
     seconds = fastest(hf_pixels, as_bytes, as_floats)

@@ -21,7 +21,7 @@ ALL_AT_ONCE = ("1k",)  # at 4k torch's cross entropy takes more than 7 GB
 
 def measure(pipe: Connection, tokens: int, ours: bool) -> None:
     """Measure in a process of its own, because the peak of a process never sinks."""
-    from megatron_vlm.model.log_probs import predict
+    from megatron_vlm.model.log_probs import Products, predict
 
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -35,7 +35,7 @@ def measure(pipe: Connection, tokens: int, ours: bool) -> None:
     torch.mm(hidden.detach()[:8].T, hidden.detach()[:8])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if ours:
-        loss = -predict([(hidden, weight)], targets, VOCAB, group)[0].sum()
+        loss = -predict(Products([(hidden, weight)]), targets, VOCAB, group)[0].sum()
     else:
         loss = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
     loss.backward()

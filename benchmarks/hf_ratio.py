@@ -26,8 +26,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging
 
 from megatron_vlm import Config, MegatronWorker, Row
-from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, write_tiny
-from megatron_vlm.commands.demo.tiny_spec import TinySpec
+from megatron_vlm.commands.demo.tiny_model import write_tiny
 from megatron_vlm.config.schema import (
     LoraConfig,
     ModelConfig,
@@ -39,6 +38,8 @@ from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.family.cpu_matmul import enable_onednn
+from megatron_vlm.family.qwen.tiny import SPECIAL_TOKENS
+from megatron_vlm.family.tiny import TinySpec
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.planner.auto_layout import decide, with_layers
 from megatron_vlm.planner.row_sizes import RowSample
@@ -308,7 +309,7 @@ def flops(path: str, rows: list[Row]) -> float:
     work = WorkModel.from_sizes(HFCheckpoint(path).sizes)
     sizes = map(sizes_of_row, rows)
     return 3.0 * sum(
-        work.row(row.tokens, row.supervised, row.patches, row.patch_pairs) for row in sizes
+        work.row((row.tokens,), row.supervised, row.patches, row.patch_pairs) for row in sizes
     )
 
 

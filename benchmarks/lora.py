@@ -18,10 +18,11 @@ from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
 from megatron_vlm import Config, Row
-from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, write_tiny
+from megatron_vlm.commands.demo.tiny_model import write_tiny
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, ParallelConfig
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.qwen.tiny import SPECIAL_TOKENS
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import stage_memory
 

@@ -25,7 +25,8 @@ from row_sizes import sizes_of_row
 from transformers import AutoTokenizer
 
 from megatron_vlm import MegatronWorker, load_config
-from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, write_tiny
+from megatron_vlm.commands.demo.tiny_model import write_tiny
+from megatron_vlm.family.qwen.tiny import SPECIAL_TOKENS
 
 MODELS = {
     "30 M": replace(BASE, layers=10, vocab=10240, vision_hidden=256, vision_intermediate=1024),

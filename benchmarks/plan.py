@@ -28,14 +28,15 @@ from row_sizes import sizes_of_row
 from transformers.utils import logging
 
 from megatron_vlm import Config, Row
-from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, train_tokenizer, write_tiny
-from megatron_vlm.commands.demo.tiny_spec import TinySpec
+from megatron_vlm.commands.demo.tiny_model import write_tiny
 from megatron_vlm.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
+from megatron_vlm.family.qwen.tiny import SPECIAL_TOKENS, train_tokenizer
 from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.family.tiny import TinySpec
 from megatron_vlm.planner.auto_layout import decide
 from megatron_vlm.planner.flops import OpCount, StepCost, accumulate, micro_work
 from megatron_vlm.planner.layer_split import even_split

@@ -21,7 +21,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.utils import logging
 
 from megatron_vlm import MegatronWorker, Row
-from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, write_tiny
+from megatron_vlm.commands.demo.tiny_model import write_tiny
+from megatron_vlm.family.qwen.tiny import SPECIAL_TOKENS
 
 REPEATS = 5
 SPEC = SPECS["_2b_shares"]

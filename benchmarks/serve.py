@@ -28,9 +28,9 @@ from record import record
 
 from megatron_vlm import AdamStep, Config, MegatronWorker, Row, SamplingSettings
 from megatron_vlm.commands.demo.tiny_model import write_tiny
-from megatron_vlm.commands.demo.tiny_spec import TinySpec
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig
 from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.family.tiny import TinySpec
 from megatron_vlm.serve.http.api_keys import add_key
 from megatron_vlm.training.backward import LossCall, run_backward
 from megatron_vlm.training.multi_model import run_together

@@ -106,7 +106,7 @@ def _longest(cfg: Config, sizes: ModelSizes, machine: MachineKind) -> str:
 def _rows_of(tokens: int, sizes: ModelSizes) -> RowSample:
     """Return rows of this length. Half of it is text, of which a third is trained, and half are
     pictures of a megapixel."""
-    patches = 2**20 // 16**2
+    patches = sizes.vision.megapixel
     count = max(1, tokens // 2 // (patches // sizes.vision.merge**2))
     row = BatchSizes(
         1, tokens, tokens // 6, count * patches, patches, patch_pairs=count * patches**2

@@ -36,6 +36,13 @@ from verification_card import (
 from megatron_vlm.commands.machine_facts import installed_version
 from megatron_vlm.report.bench_table import read_benchmark
 
+# How the step `families` of `make gpu` calls a family; `parity` has all figures of Qwen3-VL.
+_FAMILIES = {
+    "qwen3_vl_moe": "Qwen3-VL with experts",
+    "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5 with experts",
+    "gemma4": "Gemma 4",
+}
 _PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
 
 
@@ -79,9 +86,12 @@ def fill_from_gpu(card: VerificationCard, folder: Path) -> VerificationCard:
     lines = [json.loads(line) for line in (folder / "figures.jsonl").read_text().splitlines()]
     by_step = {(line["step"], line["key"]): line["value"] for line in lines}
     parity, speeds = [], []
+    family = _FAMILIES.get(card.family)
     for (step, key), value in by_step.items():
-        if step == "parity" and isinstance(value, dict):
-            parity.append(LayoutError(key.partition(" (")[0], value["found"], value["bound"]))
+        name = key.partition(" (")[0]
+        is_of_card = step == "parity" if family is None else name.partition(" by ")[0] == family
+        if is_of_card and isinstance(value, dict) and "bound" in value:
+            parity.append(LayoutError(name, value["found"], value["bound"]))
         if isinstance(value, dict) and "tokens_per_s" in value:
             name = f"{by_step[step, 'model']}: {key}"
             speeds.append(Speed(name, float(f"{value['tokens_per_s']:.4g}")))

@@ -11,8 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from machine_tables import MACHINES, WAYS, machine_line
-from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers import (
+    Gemma4Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
 
+from megatron_vlm.family.gemma4.model import gemma4_sizes
 from megatron_vlm.family.qwen3_5.model import qwen3_5_moe_sizes, qwen3_5_sizes
 from megatron_vlm.family.qwen3_vl.model import moe_sizes_of, sizes_of
 from megatron_vlm.family.spec import ModelSizes
@@ -43,7 +50,13 @@ QWEN3_5 = {
 # Layers, width, experts, those of a token, width of an expert, heads, value heads of the delta
 # nets. Qwen3.6-35B-A3B has these sizes as well.
 QWEN3_5_WITH_EXPERTS = {"Qwen3.5-35B-A3B": (40, 2048, 256, 8, 512, 16, 32)}
-NAMES = (*MODELS, *WITH_EXPERTS, *QWEN3_5, *QWEN3_5_WITH_EXPERTS)
+# Layers, width, width of the MLP, heads, heads of keys and values, those of full attention,
+# experts. Each token goes to 8 experts of a width of 704.
+GEMMA4 = {
+    "Gemma 4 31B": (60, 5376, 21504, 32, 16, 4, 0),
+    "Gemma 4 26B-A4B": (30, 2816, 2112, 16, 8, 2, 128),
+}
+NAMES = (*MODELS, *WITH_EXPERTS, *QWEN3_5, *QWEN3_5_WITH_EXPERTS, *GEMMA4)
 
 
 def sizes_of_model(name: str) -> ModelSizes:
@@ -54,6 +67,8 @@ def sizes_of_model(name: str) -> ModelSizes:
         return qwen3_5_sizes(qwen3_5_config(*QWEN3_5[name]))
     if name in QWEN3_5_WITH_EXPERTS:
         return qwen3_5_moe_sizes(qwen3_5_moe_config(*QWEN3_5_WITH_EXPERTS[name]))
+    if name in GEMMA4:
+        return gemma4_sizes(gemma4_config(*GEMMA4[name]))
     layers, hidden, ffn, heads, tied, tower = MODELS[name]
     return sizes_of(
         Qwen3VLConfig(
@@ -140,6 +155,45 @@ def qwen3_5_moe_config(
             linear_num_value_heads=value_heads,
         ),
         vision_config=dict(**_TOWER, out_hidden_size=hidden),
+    )
+
+
+def gemma4_config(
+    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, of_full: int, experts: int
+) -> Gemma4Config:
+    """Return the config.json of a Gemma 4. Every sixth layer has full attention."""
+    of_experts = dict(num_experts=experts, top_k_experts=8, moe_intermediate_size=704)
+    return Gemma4Config(
+        text_config=dict(
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            num_global_key_value_heads=of_full,
+            head_dim=256,
+            global_head_dim=512,
+            sliding_window=1024,
+            attention_k_eq_v=True,
+            use_bidirectional_attention="vision",
+            final_logit_softcapping=30.0,
+            vocab_size=262144,
+            max_position_embeddings=262144,
+            hidden_size_per_layer_input=0,
+            num_kv_shared_layers=0,
+            enable_moe_block=experts > 0,
+            **(of_experts if experts else {}),
+        ),
+        vision_config=dict(
+            num_hidden_layers=27,
+            hidden_size=1152,
+            intermediate_size=4304,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            head_dim=72,
+            standardize=True,
+        ),
+        tie_word_embeddings=True,
     )
 
 

@@ -7,12 +7,14 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
+from megatron_vlm.commands.demo.tiny_model import write_tiny
 from megatron_vlm.distributed.device import install_cpu_stand_in
+from megatron_vlm.family.tiny import TinySpec
 from tests.support.durations import Durations, file_seconds
 from tests.support.pool import Pool
 from tests.support.process_tree import ProcessTree
@@ -32,10 +34,12 @@ settings.load_profile("fixed")
 ENGINES = {
     "vllm": "vLLM",
     "tinker": "the Tinker client",
+    "chat": "the clients of OpenAI's and Anthropic's APIs",
     "embed": "sentence-transformers",
     "lmms": "lmms-eval",
     "trl": "TRL with bitsandbytes",
     "te": "Transformer Engine",
+    "fla": "flash-linear-attention",
 }
 
 
@@ -92,10 +96,13 @@ def pool(process_tree: ProcessTree) -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Return `make`: tiny(layers=..., tied=...) returns the folder of such a checkpoint."""
+    """Return `make`: tiny(layers=..., tied=...) returns the folder of such a checkpoint, and
+    tiny(TinyGemma4(...)) that of one of Gemma 4."""
     root = tmp_path_factory.mktemp("tiny")
 
-    def make(dtype: str = "float32", **sizes: object) -> str:
+    def make(dtype: Any = "float32", **sizes: Any) -> str:
+        if not isinstance(dtype, str):
+            return dtype.write(root / f"gemma4-{abs(hash(dtype))}")
         path = root / "-".join([dtype, *(f"{key}{sizes[key]}" for key in sorted(sizes))])
         if not path.exists():
             write_tiny(path, TinySpec(**sizes), dtype)

@@ -1,7 +1,5 @@
-"""Correctness on this GPU: the command line, parity with Hugging Face, features, generation,
-syncs."""
+"""Correctness on this GPU: the command line, the demo, learning, features, generation, syncs."""
 
-import gc
 import importlib
 import json
 import multiprocessing
@@ -17,27 +15,18 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from gpu.parity import leave
 from gpu.step import Figures
-from megatron.core import parallel_state
 
 from megatron_vlm import MegatronWorker
 from megatron_vlm.commands.demo.tiny_model import write_tiny
-from megatron_vlm.commands.demo.tiny_spec import TinySpec
+from megatron_vlm.family.tiny import TinySpec
 from megatron_vlm.training.generate import generate
-from tests.gpu.test_parity_gpu import TOLERANCE, have_te
-from tests.model.test_parity import errors, layout
-from tests.model.test_qwen3_5 import is_of_decay
+from tests.gpu.test_parity_gpu import TOLERANCE
 from tests.support.batches import MIXED, make_rows
-from tests.support.reference import (
-    Reference,
-    load_reference,
-    row_log_probs,
-    run_exact_reference,
-    run_reference,
-)
-from tests.support.runs import Case, loss_and_grads, train
-from tests.training.test_decode import continue_rows
+from tests.support.reference import load_reference, row_log_probs
+from tests.support.runs import Case, train
+from tests.training.test_decode import NEW_TOKENS, continue_rows
 
 # scripts/ has no packages, so a type checker would see its modules under two names.
 DEMO, RL = (importlib.import_module(f"scripts.{name}") for name in ("demo", "rl.examples"))
@@ -50,11 +39,6 @@ FEATURE_BOUND = 3e-5
 FP32 = {"precision": "fp32"}
 HYBRID = {"family": "qwen3_5", "head_dim": 64}
 IN_BLOCKS = {"head_dim": 32, "intermediate": 128}  # sizes that 4-bit blocks of 64 values divide
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3-VL with experts": {"experts": 8},
-    "Qwen3.5": HYBRID,
-    "Qwen3.5 with experts": {**HYBRID, "experts": 8},
-}
 ADAPTERS = {"rank": 4, "targets": ("attention", "mlp")}
 FEATURES: dict[str, tuple[Case, dict[str, Any]]] = {
     "activations in host memory": (Case(model={"offload_activations": 1.0}), {}),
@@ -67,14 +51,6 @@ FEATURES: dict[str, tuple[Case, dict[str, Any]]] = {
     "LoRA beside NF4": (Case(lora={**ADAPTERS, "base": "nf4"}), IN_BLOCKS),
     "LoRA, Qwen3.5": (Case(lora=ADAPTERS), HYBRID),
 }
-
-
-def leave() -> None:
-    """Leave the process groups, so that the next worker joins afresh, as in a process of its
-    own."""
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    gc.collect()
 
 
 def _cli(*arguments: str) -> None:
@@ -160,58 +136,6 @@ def reinforcement(figures: Figures) -> None:
     figures.check("lacking_reward", 1 - fmean(rewards[-RL.LAST :]), lacking)
 
 
-def _cases() -> dict[str, Case]:
-    cases = {
-        "1x1x1": layout(),
-        "recompute-full": layout(recompute="full", recompute_vision=True),
-        "recompute-selective": layout(recompute="selective"),
-    }
-    return {
-        f"{name} {backend} {precision}": replace(
-            case, model={**case.model, "backend": backend}, train={"precision": precision}
-        )
-        for precision in ("fp32", "bf16")
-        for backend in ("torch", *(["te"] if have_te() else []))
-        for name, case in cases.items()
-    }
-
-
-def parity(figures: Figures) -> None:
-    """Compare loss, log-probs and all gradients with Hugging Face's model in fp32 on the CPU."""
-    path = str(figures.scratch / "parity")
-    write_tiny(path, TinySpec(head_dim=32))
-    expected = run_reference(path, make_rows(MIXED))
-    for name, case in _cases().items():
-        backend, precision = name.split()[1:]
-        _compare(figures, name, path, case, expected, TOLERANCE[backend, precision])
-
-
-def _compare(
-    figures: Figures, name: str, path: str, case: Case, expected: Reference, bound: float
-) -> None:
-    """Check the worst error of loss, log-probs and gradients of a case on this device."""
-    outcome = loss_and_grads(path, replace(case, platform=figures.platform), make_rows(MIXED))
-    leave()
-    case_errors = errors([outcome], expected, case)
-    worst = max(case_errors, key=lambda key: case_errors[key])
-    figures.check(f"{name} (worst: {worst})", case_errors[worst], bound)
-
-
-def families(figures: Figures) -> None:
-    """Compare the other families with Hugging Face's models in fp32 on the CPU. The reference for
-    the decay of Qwen3.5 is in fp64, since transformers' rule in fp32 loses digits of it."""
-    rows = make_rows(MIXED)
-    for name, sizes in FAMILIES.items():
-        path = str(figures.scratch / name)
-        write_tiny(path, TinySpec(**sizes))
-        expected = run_reference(path, rows)
-        if "family" in sizes:
-            exact = run_exact_reference(path, rows)
-            expected.grads.update({k: v for k, v in exact.grads.items() if is_of_decay(k)})
-        case = replace(layout(), train=FP32)
-        _compare(figures, name, path, case, expected, TOLERANCE["torch", "fp32"])
-
-
 def features(figures: Figures) -> None:
     """Compare the losses of three steps with those on the CPU, feature by feature. The CPU has a
     process of its own, since a process computes on one platform."""
@@ -245,7 +169,7 @@ def generation(figures: Figures, export: Path) -> None:
     rows = make_rows(MIXED)
     case = Case(platform=figures.platform, train={"precision": "fp32"})
     worker = MegatronWorker(case.config(path), training=False)
-    tokens = generate(worker.stage, rows, 10, ())
+    tokens = generate(worker.stage, rows, NEW_TOKENS, ())
     scored = worker.forward(rows)
     leave()
     hf_tokens = continue_rows(path, rows)  # no two best tokens were close

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from gpu.step import Figures
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-PACKAGES = ("torch", "transformers", "megatron-core", "triton", "transformer-engine")
+PACKAGES = ("torch", "transformers", "megatron-core", "triton", "transformer-engine", "fla-core")
+ABSENT = "not installed"
 
 
 def wait() -> None:
@@ -36,7 +37,7 @@ def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return ABSENT
 
 
 def ceilings(figures: Figures) -> None:

@@ -4,32 +4,39 @@ Face loop, on rows of one length with a photograph each."""
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from gpu.correct import leave
-from gpu.machine import wait
+from gpu.machine import ABSENT, version, wait
+from gpu.parity import leave
 from gpu.step import Figures
-from gpu.work import DRY, STACKS, WHOLES, Work, flops, largest, make_rows, write_random
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from torch import Tensor
+from gpu.variants import variants
+from gpu.work import (
+    DRY,
+    DRY_HYBRID,
+    HYBRIDS,
+    STACKS,
+    WHOLES,
+    Work,
+    flops,
+    largest,
+    make_rows,
+    needs,
+    write_random,
+)
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_vlm import Config, MegatronWorker
-from megatron_vlm.config.schema import ModelConfig, TrainConfig
+from megatron_vlm.config.schema import ModelConfig, OptimConfig, TrainConfig
 from megatron_vlm.distributed.device import pick_platform
-from megatron_vlm.family import tower_attention
-from megatron_vlm.family.tower_attention import PackedAttention
-from megatron_vlm.model.attention import SDPACoreAttention
-from megatron_vlm.model.fused_ops import FusedOps, Norm
-from megatron_vlm.model.megatron_versions import ChainActivation
 from tests.gpu.test_parity_gpu import have_te
+
+EMPTY: Mapping[str, Any] = {}
 
 
 def timed(step: Callable[[], Any], count: int) -> float:
@@ -52,99 +59,6 @@ def timed_if_it_fits(step: Callable[[], Any], count: int) -> float | None:
     return None
 
 
-@contextmanager
-def changed(objects: Sequence[Any], **values: Any) -> Iterator[None]:
-    """Set attributes of some objects to these values inside the context."""
-    assert objects, values
-    with ExitStack() as stack:
-        for item in objects:
-            stack.enter_context(mock.patch.multiple(item, **values))
-        yield
-
-
-@contextmanager
-def recompute(worker: MegatronWorker, kind: str) -> Iterator[None]:
-    """Recompute as if model.recompute had this value at the build."""
-    method, number = ("uniform", 1) if kind == "full" else (None, None)
-    config = changed(
-        [worker.chunks[0].config],
-        recompute_granularity=kind,
-        recompute_method=method,
-        recompute_num_layers=number,
-    )
-    layers = [module for module in worker.chunks[0].modules() if hasattr(module, "core_attention")]
-    with config, changed(layers, checkpoint_core_attention=kind == "selective"):
-        yield
-
-
-@contextmanager
-def not_compiled(worker: MegatronWorker) -> Iterator[None]:
-    """Run without compilation, as if model.compile had been false at the build."""
-    modules, plain = list(worker.chunks[0].modules()), FusedOps()
-    layers = [module for module in modules if hasattr(module, "chains")]
-    activations = [module for module in modules if isinstance(module, ChainActivation)]
-    norms = [module for module in modules if isinstance(module, Norm)]
-    blocks = [module for module in modules if isinstance(module, PackedAttention)]
-    with (
-        changed(layers, chains=plain),
-        changed(activations, chain=plain.swiglu),
-        changed(norms, norm=plain.norm),
-        changed(blocks, heads=plain.tower_heads),
-    ):
-        yield
-
-
-def rounded(worker: MegatronWorker) -> AbstractContextManager[None]:
-    """Round weight gradients, as if model.fp32_weight_gradients had been false at the build."""
-    modules = worker.chunks[0].modules()
-    linears = [m for m in modules if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
-    return changed(linears, gradient_accumulation_fusion=False)
-
-
-def attention(worker: MegatronWorker, kernel: str) -> AbstractContextManager[None]:
-    """Use a kernel of attention as if model.attention had named it at the build; `torch` is torch's
-    own choice."""
-    modules = worker.chunks[0].modules()
-    layers = [module for module in modules if isinstance(module, SDPACoreAttention)]
-    return changed(layers, kernel=kernel)
-
-
-def image_by_image(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
-) -> Tensor:
-    """Compute the tower's attention as transformers does: one call for each image or frame."""
-    split = (x.split(list(lengths)) for x in (query, key, value))
-    parts = zip(*split, lengths, strict=True)
-    return torch.cat(
-        [tower_attention.attend_by_runs(q, k, v, [length]) for q, k, v, length in parts]
-    )
-
-
-def run_by_run(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
-) -> Tensor:
-    """Compute the tower's attention with one call for each run of images of equal size."""
-    return tower_attention.attend_by_runs(query, key, value, lengths)
-
-
-def variants(
-    worker: MegatronWorker, dry: bool
-) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """Return the variants to measure: the default, then variants with one change each."""
-    kernels = ("torch", "math") if dry else ("torch", "flash", "efficient", "cudnn")
-    replaced = partial(mock.patch.object, tower_attention, "attend")
-    return {
-        "default": nullcontext,
-        "not compiled": partial(not_compiled, worker),
-        "recompute full": partial(recompute, worker, "full"),
-        **{f"attention {kernel}": partial(attention, worker, kernel) for kernel in kernels},
-        "tower image by image": partial(replaced, image_by_image),
-        "tower run by run": partial(replaced, run_by_run),
-        "weight gradients in bf16": partial(rounded, worker),
-        "recompute selective": partial(recompute, worker, "selective"),
-    }
-
-
 def free() -> None:
     """Free the memory that a failed step has left."""
     gc.collect()
@@ -152,10 +66,14 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def _worker(figures: Figures, work: Work, path: Path, backend: str) -> MegatronWorker:
+def worker_of(
+    figures: Figures, work: Work, path: Path, optim: Mapping[str, Any] = EMPTY, **model: Any
+) -> MegatronWorker:
+    """Return a worker whose micro-batch has all rows."""
     return MegatronWorker(
         Config(
-            model=ModelConfig(path=str(path), backend=backend),  # type: ignore[arg-type]
+            model=ModelConfig(path=str(path), **model),
+            optim=OptimConfig(**optim),
             train=TrainConfig(micro_batch_size=work.rows),
             platform=figures.platform,
         )
@@ -182,7 +100,7 @@ def _measure(
 
 def measure_ours(figures: Figures, work: Work, path: Path) -> None:
     """Measure a step of each variant, and profile a step of the first variant that fits."""
-    worker = _worker(figures, work, path, "torch")
+    worker = worker_of(figures, work, path)
     rows, total = make_rows(work, path), flops(work, path)
     figures.say("tflop_of_a_step", total / 1e12)
     batches = worker.micro_batches(rows)
@@ -191,9 +109,11 @@ def measure_ours(figures: Figures, work: Work, path: Path) -> None:
     for name, variant in variants(worker, figures.dry).items():
         with variant():
             fits = _measure(figures, f"ours, {name}", work, total, worker, batches)
-        fitting = fitting or (variant if fits else None)
+        if fitting is None and fits:
+            fitting = variant
+            gib = worker.platform.memory_peak() / 2**30, needs(work, "none") / 2**30
+            figures.say(f"memory, {name}", {"peak_gib": gib[0], "planned_gib": gib[1]})
     assert fitting is not None, "no variant fits into memory"
-    figures.say("memory_peak_gb", worker.platform.memory_peak() / 2**30)
     activities = [ProfilerActivity.CPU]
     if not figures.dry:
         activities.append(ProfilerActivity.CUDA)
@@ -271,10 +191,12 @@ def measure_theirs(figures: Figures, work: Work, path: Path, peak: float | None)
     _say_speed(figures, name, work, flops(work, path), took, alone, peak)
 
 
-def _prepared(figures: Figures, works: Sequence[Work]) -> tuple[Work, Path] | None:
+def prepared_model(
+    figures: Figures, works: Sequence[Work], dry: Work = DRY
+) -> tuple[Work, Path] | None:
     """Return the largest of these models that the device can hold, and its weights on the disk."""
     memory = pick_platform(figures.platform).memory_total()
-    work = largest([DRY] if figures.dry else works, memory)
+    work = largest([dry] if figures.dry else works, memory)
     if work is None:
         figures.say("not measured", f"{memory / 2**30:.0f} GiB hold none of these models")
         return None
@@ -289,13 +211,30 @@ def _prepared(figures: Figures, works: Sequence[Work]) -> tuple[Work, Path] | No
 def stack(figures: Figures) -> None:
     """Measure the maximum number of 8B layers that fit without recomputation, with tower, embedding
     and head."""
-    if prepared := _prepared(figures, STACKS):
+    if prepared := prepared_model(figures, STACKS):
         measure_ours(figures, *prepared)
+
+
+def hybrid(figures: Figures) -> None:
+    """Measure layers of Qwen3.5 9B, of which three in four are gated delta nets, by each program
+    for these that is installed."""
+    if not (prepared := prepared_model(figures, HYBRIDS, DRY_HYBRID)):
+        return
+    work, path = prepared
+    for rule in ("torch",) if figures.dry or version("fla-core") == ABSENT else ("fla", "torch"):
+        worker = worker_of(figures, work, path, delta_rule=rule)
+        batches = worker.micro_batches(make_rows(work, path))
+        name = f"model.delta_rule={rule}"
+        if _measure(figures, name, work, flops(work, path), worker, batches):
+            gib = worker.platform.memory_peak() / 2**30, needs(work, "none") / 2**30
+            figures.say(f"memory, {name}", {"peak_gib": gib[0], "planned_gib": gib[1]})
+        leave()
+        free()
 
 
 def whole(figures: Figures) -> None:
     """Measure a model from end to end, in Hugging Face and in this package."""
-    if prepared := _prepared(figures, WHOLES):
+    if prepared := prepared_model(figures, WHOLES):
         measure_theirs(figures, *prepared, pick_platform(figures.platform).peak_flops())
         free()
         measure_ours(figures, *prepared)
@@ -305,11 +244,11 @@ def engine(figures: Figures) -> None:
     """Measure the same model where Transformer Engine is installed: each backend, with its
     optimizer."""
     backends = ("torch", "te") if have_te() else ("torch",) if figures.dry else ()
-    if not backends or not (prepared := _prepared(figures, WHOLES)):
+    if not backends or not (prepared := prepared_model(figures, WHOLES)):
         return
     work, path = prepared
     for backend in backends:
-        worker = _worker(figures, work, path, backend)
+        worker = worker_of(figures, work, path, backend=backend)
         batches = worker.micro_batches(make_rows(work, path))
         _measure(figures, f"model.backend={backend}", work, flops(work, path), worker, batches)
         leave()

@@ -8,6 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+NOT_RUN = 77  # the exit status of a step whose program or device is missing
+
+
+class MissingError(Exception):
+    """A program or device that a step needs is not here."""
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -40,8 +46,14 @@ def main() -> None:
     """Find the function and call it."""
     module, name, out, scratch = sys.argv[1:5]
     step = getattr(importlib.import_module(f"gpu.{module}"), name)
-    step(Figures(name, Path(out), Path(scratch), "--dry" in sys.argv))
+    figures = Figures(name, Path(out), Path(scratch), "--dry" in sys.argv)
+    try:
+        step(figures)
+    except MissingError as error:
+        figures.say("missing", str(error))
+        sys.exit(NOT_RUN)
 
 
 if __name__ == "__main__":
-    main()
+    # The steps import this module by its name, so this main would know another MissingError.
+    importlib.import_module("gpu.step").main()

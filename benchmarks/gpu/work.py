@@ -4,19 +4,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_vlm import Config, Row
-from megatron_vlm.commands.demo.tiny_model import tiny_config, train_tokenizer, write_processor
-from megatron_vlm.commands.demo.tiny_spec import TinySpec
 from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.qwen3_vl.model import sizes_of
+from megatron_vlm.family import family_of
+from megatron_vlm.family.qwen.tiny import tiny_config, train_tokenizer, write_processor
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.family.tiny import TinySpec
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, stage_memory
 from megatron_vlm.planner.row_sizes import BatchSizes
@@ -77,7 +79,28 @@ WHOLES = [
     Work("Qwen3-VL 2B, two rows", QWEN3_VL_2B, rows=2),
     Work("Qwen3-VL 2B, one row", QWEN3_VL_2B, rows=1),
 ]
+QWEN3_5_9B = replace(
+    QWEN3_VL_8B,
+    family="qwen3_5",
+    heads=16,
+    kv_heads=4,
+    head_dim=256,
+    vocab=248_320,
+    linear_key_heads=16,
+    linear_value_heads=32,
+    linear_key_dim=128,
+    linear_value_dim=128,
+)
+HYBRIDS = [
+    Work(f"{layers} of the 32 layers of Qwen3.5 9B", replace(QWEN3_5_9B, layers=layers), rows=rows)
+    for layers, rows in ((8, 4), (4, 4), (4, 2), (4, 1))
+]
 DRY = Work("tiny", TinySpec(), rows=2, tokens=64, side=8, supervised=16, steps=2)
+DRY_HYBRID = replace(DRY, spec=TinySpec(family="qwen3_5", head_dim=64))
+
+
+def _sizes_of(config: Any) -> ModelSizes:
+    return family_of(config, "").sizes_of(config)
 
 
 def largest(works: Sequence[Work], memory: int) -> Work | None:
@@ -87,7 +110,7 @@ def largest(works: Sequence[Work], memory: int) -> Work | None:
 
 def needs(work: Work, recompute: str) -> int:
     """Return the bytes that the planner estimates."""
-    sizes = sizes_of(tiny_config(work.spec, train_tokenizer(512)))
+    sizes = _sizes_of(tiny_config(work.spec, train_tokenizer(512)))
     cfg = Config(model=ModelConfig(path="", recompute=recompute))  # type: ignore[arg-type]
     dims = ParallelDims.create(cfg.parallel, 1, sizes.text.num_layers)
     batch = BatchSizes.from_rows([work.row] * work.rows)
@@ -105,7 +128,7 @@ def write_random(folder: Path, spec: TinySpec, device: str) -> None:
     tokenizer.save_pretrained(folder)
     write_processor(folder, spec)
     shards: list[dict[str, Tensor]] = [{}]
-    for tensor in sizes_of(config).tensors:
+    for tensor in _sizes_of(config).tensors:
         if sum(value.numel() for value in shards[-1].values()) > SHARD:
             shards.append({})
         values = 0.02 * torch.randn(tensor.shape, device=device)
@@ -147,6 +170,6 @@ def flops(work: Work, path: Path) -> float:
     tokens and tower. Recomputation and padding are not counted."""
     from transformers import AutoConfig
 
-    model, row = WorkModel.from_sizes(sizes_of(AutoConfig.from_pretrained(path))), work.row
-    of_row = model.row(row.tokens, row.supervised, row.patches, row.patch_pairs)
+    model, row = WorkModel.from_sizes(_sizes_of(AutoConfig.from_pretrained(path))), work.row
+    of_row = model.row((row.tokens,), row.supervised, row.patches, row.patch_pairs)
     return 3.0 * work.rows * of_row

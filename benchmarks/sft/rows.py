@@ -13,7 +13,7 @@ from hf_ratio import SPECS
 from PIL import Image
 
 from megatron_vlm.commands.demo.tiny_model import write_tiny
-from megatron_vlm.commands.demo.tiny_spec import TinySpec
+from megatron_vlm.family.tiny import TinySpec
 
 PHOTOGRAPHS = 36
 # About 30 M parameters; head, decoder and tower have the shares of Qwen3-VL 2B.

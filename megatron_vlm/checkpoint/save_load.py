@@ -4,6 +4,7 @@
     index.json               rectangles of each tensor, with the file that has each
     state.json               format, layout, steps of the optimizer, learning rate, progress
     config.yaml              resolved configuration, for readers
+    rollouts.json            answers that rl has drawn ahead, if there are any
     complete.json            size and digest of each of these files
 
 A checkpoint does not depend on the layout that wrote it; see tensor_pieces.py and rank_state.py.
@@ -11,8 +12,10 @@ A checkpoint does not depend on the layout that wrote it; see tensor_pieces.py a
 
 import json
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,11 +70,12 @@ def save(
     run: str | None = None,
     parent: Manifest | None = None,
     moments: bool = True,
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> "PendingSave":
     """Write a checkpoint to `folder` (see `retention.step_folder`). This is a collective.
     `progress` is plain JSON; rank 0's is stored, as are its id of the run and the parent
-    checkpoint. Without `moments` the checkpoint has only the weights, so a run cannot resume from
-    it unchanged.
+    checkpoint, and `texts`, the contents of more files. Without `moments` the checkpoint has only
+    the weights, so a run cannot resume from it unchanged.
 
     With `async_save` the tensors are copied to the host, and training may continue while they are
     written. `finish` of the returned object completes the checkpoint. Only one save is pending at a
@@ -83,7 +87,7 @@ def save(
     steps = torch.tensor(get_step(worker.optimizer), device=worker.platform.device)
     dist.all_reduce(steps, op=dist.ReduceOp.MAX)  # a frozen stage counts none
     state = make_state(worker, progress, int(steps))
-    texts = {"state.json": json.dumps(state, indent=1) + "\n", "config.yaml": to_yaml(worker.cfg)}
+    own = {"state.json": json.dumps(state, indent=1) + "\n", "config.yaml": to_yaml(worker.cfg)}
     with fail_together(worker.platform.device, CheckpointError):
         if dist.get_rank() == 0:
             begin(folder, run)
@@ -93,7 +97,7 @@ def save(
         tensors = {name: data.to("cpu", copy=True) for name, data in tensors.items()}
     places = [(piece.key, piece.place) for piece in pieces]
     worker.pending_save = pending = PendingSave(
-        folder, shapes_of(worker), worker.platform.device, texts, places, run, parent
+        folder, shapes_of(worker), worker.platform.device, {**texts, **own}, places, run, parent
     )
     pending.start(tensors, async_save)
     return pending

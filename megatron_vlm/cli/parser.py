@@ -59,8 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
         formatter_class=HelpText,
-        description="Fine-tune Qwen3-VL and Qwen3.5 on Megatron-Core: a Hugging Face checkpoint "
-        "and a data set in, a better Hugging Face checkpoint out.",
+        description="Fine-tune Qwen3-VL, Qwen3.5 and Gemma 4 on Megatron-Core: a Hugging Face "
+        "checkpoint and a data set in, a better Hugging Face checkpoint out.",
         epilog="The usual order is doctor, inspect, train --dry-run, train, report, eval, export, "
         "chat: docs/quickstart.md goes through it. Exit status: 0 done, 2 a mistake, "
         "explained in one sentence, 70 a rank was stuck, 75 saved after SIGTERM or SIGUSR1: start "

@@ -74,10 +74,10 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 def train_(args: argparse.Namespace) -> int:
     """fine-tune a checkpoint on a data set
 
-    Fine-tune a Qwen3-VL or Qwen3.5 checkpoint. The command starts the processes on this machine
-    itself, unless torchrun has already started them (launch.processes: one per GPU, or parallel.tp
-    x parallel.pp on the CPU). If it is started again with the same run=, it resumes from the newest
-    complete checkpoint. megatron-vlm help KEY explains the keys below.
+    Fine-tune a Qwen3-VL, Qwen3.5 or Gemma 4 checkpoint. The command starts the processes on this
+    machine itself, unless torchrun has already started them (launch.processes: one per GPU, or
+    parallel.tp x parallel.pp on the CPU). If it is started again with the same run=, it resumes
+    from the newest complete checkpoint. megatron-vlm help KEY explains the keys below.
 
     example: megatron-vlm train model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B-Instruct parallel.pp=2
     data.train=chats.jsonl train.steps=1000 run=runs/first

@@ -41,7 +41,6 @@ Count = Annotated[int, Range(0)]
 Natural = Annotated[int, Range(1)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Port = Annotated[int, Range(0, 65535)]
-ZeroOrOne = Annotated[int, Range(0, 1)]
 NsSteps = Annotated[int, Range(1, 99)]  # torch.optim.Muon's
 FrameCount = Annotated[int, Range(2)]  # a patch covers two frames
 NonNegative = Annotated[float, Range(0, math.inf, is_max_open=True)]

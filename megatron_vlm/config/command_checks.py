@@ -28,6 +28,7 @@ def check_rl(cfg: Config) -> None:
     _check_rewards(cfg)
     _check_target("rl.reward", rl.reward)
     _check_target("rl.environment", rl.environment)
+    _check_target("teacher.view", cfg.teacher.view)
     if cfg.data.is_stream:
         raise ConfigError(
             "is a stream, and prompts are read by their number, so that a run can resume",
@@ -50,6 +51,7 @@ def check_rl(cfg: Config) -> None:
         )
     _check_clipping(cfg)
     _check_sampler(cfg)
+    _check_seen(cfg)
     if rl.updates > cfg.train.global_batch_size:
         raise ConfigError(
             f"exceeds train.global_batch_size={cfg.train.global_batch_size}: each update needs at "
@@ -151,6 +153,56 @@ def _check_sampler(cfg: Config) -> None:
             key="rl.off_policy_steps",
             found=cfg.rl.off_policy_steps,
             remedy="give engine.name=vllm, or 0",
+        )
+    mask = cfg.rl.mask_weight
+    if mask is not None and not (len(mask) == 2 and mask[0] < 1 < mask[1]):
+        allowed = "[low, high] with low below 1 and high above 1, such as [0.5,5]"
+        raise ConfigError(key="rl.mask_weight", found=mask, allowed=allowed)
+    if mask is not None and cfg.engine.name == OWN:
+        raise ConfigError(
+            "masks tokens by their importance weights, which only the tokens of engines have",
+            key="rl.mask_weight",
+            found=mask,
+            remedy="give engine.name=vllm, or leave it out",
+        )
+    if cfg.rl.interrupt and not cfg.rl.off_policy_steps:
+        raise ConfigError(
+            "interrupts nothing: with rl.off_policy_steps=0 all answers have ended when the "
+            "weights change",
+            key="rl.interrupt",
+            found=True,
+            remedy="give rl.off_policy_steps=1 or more, or leave it out",
+        )
+
+
+def _check_seen(cfg: Config) -> None:
+    rl, teacher = cfg.rl, cfg.teacher
+    if rl.seen == "vppo" and (teacher.path is not None or not needs_comparison(cfg)):
+        raise ConfigError(
+            "weighs the advantages of rewards, and here "
+            + ("teacher.path adds others" if teacher.path is not None else "none are learnt from"),
+            key="rl.seen",
+            found=rl.seen,
+            remedy="give rl.seen=va_opd with a teacher, or rl.seen=report",
+        )
+    if rl.seen != "va_opd":
+        return
+    if teacher.path is None or teacher.engine != OWN:
+        raise ConfigError(
+            "scores hidden pictures by a teacher that the ranks run, and "
+            + ("teacher.path is not set" if teacher.path is None else "this one is in engines"),
+            key="rl.seen",
+            found=rl.seen,
+            remedy="give teacher.path=CHECKPOINT without teacher.engine, or rl.seen=report",
+        )
+    learns_rewards = needs_comparison(cfg)
+    if learns_rewards or rl.aggregate != "tokens":
+        key, value = ("advantage", "none") if learns_rewards else ("aggregate", "tokens")
+        raise ConfigError(
+            ": rl.seen=va_opd has its own weights, those of the loss of a teacher alone",
+            key=f"rl.{key}",
+            found=getattr(rl, key),
+            remedy=f"give rl.{key}={value}",
         )
 
 

@@ -80,6 +80,14 @@ def check_evaluation(cfg: Config) -> None:
             key="data.split", found=split, allowed="a share below 1, or a whole number of records"
         )
     _check_metrics(cfg.eval.metrics)
+    if cfg.eval.blind and cfg.train.objective not in ("sft", "distill"):
+        raise ConfigError(
+            f"compares answers with and without their pictures, and train.objective="
+            f"{cfg.train.objective} compares whole examples",
+            key="eval.blind",
+            found=True,
+            remedy="leave it out",
+        )
     if cfg.checkpoint.best is not None:
         _check_best(cfg.checkpoint.best, cfg)
     _check_use_of_best(cfg)
@@ -166,7 +174,8 @@ def _check_metrics(metrics: tuple[str, ...]) -> None:
 def _is_taken(name: str, metric: str) -> bool:
     scores = {score for built_in in BUILT_IN_METRICS.values() for score in built_in}
     fields = {"loss", "token_accuracy", "ranking", "samples", "seconds", "step", "name", "metrics"}
-    return is_user_metric(metric) and name in scores | fields
+    fields.add("needs_picture")
+    return is_user_metric(metric) and (name in scores | fields or name.startswith("blind_"))
 
 
 def _check_user_metric(metric: str) -> None:

@@ -54,6 +54,7 @@ class RetrievalForm:
 ObjectiveName = Literal[
     "sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "distill", "embed", "rerank"
 ]
+Divergence = Literal["forward", "reverse", "jsd"]
 Reference = Literal["keep", "adapters_off", "model"]
 # What a record of data.train is: a chat; a prompt for samples; a prompt with a better and a worse
 # answer; an answer with the label good or bad; a query with its documents.
@@ -79,9 +80,14 @@ class PreferenceConfig:
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """train.objective=distill: the divergence from a teacher. See docs/distillation.md."""
+    """The divergence from a teacher. See docs/distillation.md."""
 
-    divergence: Literal["forward", "reverse", "jsd"] = "forward"  # KL either way, or GKD's mixture
+    divergence: Divergence | None = None  # KL or GKD's mixture; null: forward, in rl reverse
     beta: Share = 0.5  # teacher's share of the mixture of jsd; 0: forward KL, 1: reverse KL
     temperature: AboveZero = 1.0  # divides the model's logits; it is that of megatron-vlm score
     ce_coef: NonNegative = 0.0  # coefficient of the cross-entropy, which is added
+
+    def share(self, default: Divergence) -> float:
+        """Return the teacher's share of the mixture: 0 for the forward KL, 1 for the reverse."""
+        shares = {"forward": 0.0, "reverse": 1.0, "jsd": self.beta}
+        return shares[self.divergence or default]

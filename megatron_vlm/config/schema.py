@@ -25,7 +25,6 @@ from megatron_vlm.config.bounds import (
     Seed,
     Share,
     ShareAboveZero,
-    ZeroOrOne,
 )
 from megatron_vlm.config.data_sources import EvalSource, SourceSpec
 from megatron_vlm.config.objective_configs import (
@@ -45,6 +44,8 @@ AttentionKernel = Literal["auto", "flash", "efficient", "cudnn", "math"]
 Export = bool | Literal["adapter", "merged", "both"]
 PolicyLoss = Literal["ppo", "importance_sampling", "gspo", "cispo"]
 Advantage = Literal["grpo", "rloo", "dr_grpo", "none"]
+Seen = Literal["off", "report", "vppo", "va_opd"]
+HiddenPictures = Literal["grey", "patches", "pixelated"]
 EvalScores = Literal["both", "reward", "loss"]
 PlatformName = Literal["auto", "cuda", "cpu"]
 AdjustLr = Literal["match_rms_adamw", "original"]
@@ -55,7 +56,7 @@ TrainScope = Literal["all_assistant", "last_assistant", "record"]
 class ModelConfig:
     """Checkpoint to train, the way it is computed, and the parts that learn."""
 
-    path: str = MISSING  # Qwen3-VL or Qwen3.5: a folder, or ORG/NAME[@REVISION] on the Hub
+    path: str = MISSING  # Qwen3-VL, Qwen3.5 or Gemma 4: a folder, or ORG/NAME[@REVISION] (the Hub)
     backend: Literal["torch", "te"] = "torch"  # PyTorch with SDPA, or Transformer Engine
     delta_rule: Literal["auto", "torch", "fla"] = "auto"  # Qwen3.5; auto: fla on cuda if it runs
     attention: AttentionKernel = "auto"  # kernel to try first; auto: measured once on cuda
@@ -229,6 +230,7 @@ class EvalConfig:
     prefill: str = ""  # beginning of every answer; generation continues from there
     max_new_tokens: Natural = 32  # maximum tokens of one generated answer
     examples: Count = 12  # predictions shown in the report
+    blind: bool = False  # also score with grey pictures: how many answers need the real ones
 
 
 @dataclass(frozen=True)
@@ -264,8 +266,8 @@ class RlConfig:
     reward: str | None = None  # FILE.py:NAME or MODULE:NAME: a function of a record and an answer
     environment: str | None = None  # instead: the class of an episode with several turns
     turns: Natural = 8  # maximum answers in an episode of an environment
-    processes: Natural = 2  # processes that run rewards and environments
-    timeout: AboveZero = 60.0  # maximum seconds of one call of a reward or environment
+    processes: Natural = 2  # processes that run rewards and environments, and as many for views
+    timeout: AboveZero = 60.0  # maximum seconds of one call of a reward, environment or view
     failed_reward: FailedReward | None = None  # reward of a failed or late call; null: stop the run
     samples: Natural = 8  # answers to each prompt; train.global_batch_size counts prompts
     max_new_tokens: Natural = 512  # maximum tokens of one answer
@@ -284,7 +286,13 @@ class RlConfig:
     max_rounds: Natural = 8  # maximum rounds of replacement; then the step has fewer prompts
     updates: Natural = 1  # optimizer steps among which the samples of a step are divided
     max_weight: AboveZero = 2.0  # maximum importance weight of an engine's token; see docs/rl.md
-    off_policy_steps: ZeroOrOne = 0  # 1: engines draw the next step's samples during a step
+    mask_weight: list[NonNegative] | None = None  # [low, high]: no policy loss for other weights
+    interrupt: bool = False  # new weights interrupt an engine's answers, which go on with them
+    off_policy_steps: Count = 0  # steps whose samples engines draw in advance, during a step
+    seen: Seen = "report"  # how far answers depend on pictures: a figure, or weights of the loss
+    seen_tokens: ShareAboveZero = 0.2  # share of tokens that vppo and va_opd choose in a row
+    seen_picture: HiddenPictures | None = None  # what hides pictures; null: by rl.seen
+    replay_routing: bool = False  # send tokens to the experts that the engine chose for them
     eval_scores: EvalScores = "both"  # scores of data.eval: reward of an answer; supervised loss
     eval_temperature: NonNegative = 0.0  # temperature of the answers to data.eval; 0: greedy
     shown: Count = 4  # prompts of a step that samples.jsonl and the report show
@@ -327,9 +335,11 @@ class EngineConfig:
 class TeacherConfig:
     """Teacher of train.objective=distill and of `rl`. See docs/distillation.md."""
 
-    path: str | dict[str, Any] | None = None  # folder of score; rl: checkpoint, or one per source
+    path: str | dict[str, Any] | None = None  # folder of score; rl: checkpoint, self, or by source
+    view: str | None = None  # FILE.py:NAME: the messages that it sees in place of a record's prompt
+    weights: Literal["initial", "live"] = "initial"  # weights of self: before the run, or each step
     top_k: Natural | None = None  # its top tokens to learn; null: all stored, rl: the drawn one
-    coef: AboveZero = 1.0  # coefficient of the reverse KL to it in rl
+    coef: AboveZero = 1.0  # coefficient of the divergence from it in rl
     engine: str = OWN  # the ranks run it, or an engine by its engine.name, such as vllm
     devices: tuple[str, ...] = ()  # GPUs of each engine of a teacher, as engine.devices
     options: dict[str, Any] = field(default_factory=dict)  # as engine.options

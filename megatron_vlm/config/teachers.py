@@ -1,5 +1,5 @@
 """The group `teacher`: one folder of scores for train.objective=distill, or for `rl` the checkpoint
-of all prompts or of each source of prompts."""
+of all prompts or of each source of prompts, which may be the trained model itself."""
 
 from collections.abc import Mapping
 
@@ -7,6 +7,7 @@ from megatron_vlm.config.schema import OWN, Config, TeacherConfig
 from megatron_vlm.errors import ConfigError
 
 ALL_SOURCES = ""  # the name of the only teacher
+SELF = "self"  # a teacher that is the trained model; a folder of this name is ./self
 
 
 def target_folder(cfg: Config) -> str | None:
@@ -17,12 +18,23 @@ def target_folder(cfg: Config) -> str | None:
 
 
 def teachers_of(cfg: Config | None) -> dict[str, str]:
-    """Return the checkpoint of the teacher of each source of `rl`, by the source's name. A teacher
-    of all sources has the name ALL_SOURCES."""
+    """Return the checkpoint or SELF of each source of `rl`, by the source's name. A teacher of all
+    sources has the name ALL_SOURCES."""
     if cfg is None or cfg.teacher.path is None or cfg.train.objective == "distill":
         return {}
     path = cfg.teacher.path
     return {ALL_SOURCES: path} if isinstance(path, str) else dict(path)
+
+
+def teacher_checkpoints(cfg: Config | None) -> dict[str, str]:
+    """Return those of `teachers_of` that are checkpoints."""
+    return {source: path for source, path in teachers_of(cfg).items() if path != SELF}
+
+
+def needs_initial_model(cfg: Config) -> bool:
+    """Return whether `rl` scores rows with the model before its first step."""
+    is_teacher = SELF in teachers_of(cfg).values() and cfg.teacher.weights == "initial"
+    return is_teacher or cfg.rl.kl_coef is not None
 
 
 def check_teacher(cfg: Config) -> None:
@@ -75,6 +87,39 @@ def _refuse_others(
             raise ConfigError(problem, key=f"teacher.{name}", found=value, remedy=remedy)
 
 
+def _check_view(cfg: Config) -> None:
+    """Refuse views and divergences that teachers of `rl` do not have."""
+    teacher, is_self = cfg.teacher, SELF in teachers_of(cfg).values()
+    if is_self and teacher.view is None:
+        raise ConfigError(
+            ": the model itself has nothing to teach without teacher.view",
+            key="teacher.path",
+            found=teacher.path,
+            remedy="give teacher.view=FILE.py:NAME, or ./self for a folder of this name",
+        )
+    if not is_self and teacher.weights != TeacherConfig().weights:
+        raise ConfigError(
+            "belongs to teacher.path=self",
+            key="teacher.weights",
+            found=teacher.weights,
+            remedy="leave it out",
+        )
+    if teacher.view is not None and teacher.engine != OWN:
+        raise ConfigError(
+            ": engines score what the student sees, and teacher.view is set",
+            key="teacher.engine",
+            found=teacher.engine,
+            remedy=f"give teacher.engine={OWN}",
+        )
+    if not teacher.top_k and cfg.distill.divergence not in (None, "reverse"):
+        raise ConfigError(
+            ": of the drawn token alone, only the reverse KL can be estimated",
+            key="distill.divergence",
+            found=cfg.distill.divergence,
+            remedy="give teacher.top_k, such as 100",
+        )
+
+
 def _check_checkpoints(cfg: Config) -> None:
     """Refuse teachers of `rl` that have no name or that could not be run."""
     teacher, path = cfg.teacher, cfg.teacher.path
@@ -85,8 +130,9 @@ def _check_checkpoints(cfg: Config) -> None:
         raise ConfigError(
             key="teacher.path",
             found=path,
-            allowed="a checkpoint's folder, its name on the Hub, or {SOURCE: CHECKPOINT, ...}",
+            allowed="a checkpoint's folder, its name on the Hub, self, or {SOURCE: one of these}",
         )
+    _check_view(cfg)
     if teacher.top_k and cfg.rl.entropy_coef is not None:
         raise ConfigError(
             ": with teacher.top_k the head computes the divergence from the teacher instead",

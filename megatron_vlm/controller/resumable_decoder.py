@@ -9,7 +9,7 @@ from megatron_vlm.controller.rank_worker import with_rank
 from megatron_vlm.controller.torchrun import local_transport
 from megatron_vlm.controller.worker_group import BatchLike, ReplicaBatch, WorkerGroup, dealt_parts
 from megatron_vlm.data.tensors.rows import rows_of
-from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
+from megatron_vlm.data.tokens.completions import Completion, Pieces, SamplingSettings
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.training.continuous_batching import Decoder
 
@@ -23,6 +23,7 @@ class SampleRequest:
     settings: SamplingSettings
     n: int
     seed: int
+    streamed: bool = False  # its progress has the tokens that were drawn
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "SampleRequest":
@@ -45,18 +46,21 @@ class SampleProgress:
     left: int  # answers that have not ended
     answers: list[Completion] | None = None  # set once all answers have ended
     refused: str | None = None  # reason why the request did not join
+    # For each answer of a streamed request, the number of its tokens before these rounds and those
+    # that follow.
+    pieces: Pieces | None = None
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> "SampleProgress":
         """Build the progress from the JSON form of `plain`."""
-        number, tokens, left, answers, refused = values
+        number, tokens, left, answers, *others = values
         completions = None if answers is None else [Completion.from_json(each) for each in answers]
-        return SampleProgress(number, tokens, left, completions, refused)
+        return SampleProgress(number, tokens, left, completions, *others)
 
     def as_json(self) -> list[Any]:
         """Return the progress in a form that JSON can hold."""
         answers = None if self.answers is None else [each.as_json() for each in self.answers]
-        return [self.number, self.tokens, self.left, answers, self.refused]
+        return [self.number, self.tokens, self.left, answers, self.refused, self.pieces]
 
 
 class ResumableDecoder:
@@ -66,6 +70,7 @@ class ResumableDecoder:
         self.ranks = local_transport(group)
         worker = self.ranks.member.worker
         self.decoder = Decoder(worker.stage, batch_rows, on_token=worker.report_token)
+        self.streamed: set[int] = set()  # numbers of the streamed requests
 
     def move(self, group: WorkerGroup) -> None:
         """Continue with a model that has the same weights."""
@@ -110,6 +115,7 @@ class ResumableDecoder:
         progress, joining = [], []
         if any(request.settings.stop_strings for request in requests):
             decoder.texts = self.ranks.member.texts
+        self.streamed |= {request.number for request in requests if request.streamed}
         rows = [] if part is None else rows_of(part.all_fields())
         for row, request in zip(rows, requests, strict=True):
             try:
@@ -120,8 +126,21 @@ class ResumableDecoder:
         decoder.leave(leave)
         decoder.join(joining)
         inside = list(decoder.prompts.values())
+        before = {
+            each.number: [len(draw.ids) for draw in each.draws]
+            for each in inside
+            if each.number in self.streamed
+        }
         decoder.advance(rounds)
         for each in inside:
-            answers = None if each.left else [draw.completion for draw in each.draws]
-            progress.append(SampleProgress(each.number, each.tokens, each.left, answers))
+            answers = pieces = None
+            if not each.left:
+                answers = [draw.completion for draw in each.draws]
+            elif each.number in before:
+                lengths = before[each.number]
+                pieces = [[n, draw.ids[n:]] for n, draw in zip(lengths, each.draws, strict=True)]
+            progress.append(
+                SampleProgress(each.number, each.tokens, each.left, answers, pieces=pieces)
+            )
+        self.streamed &= decoder.prompts.keys()
         return progress

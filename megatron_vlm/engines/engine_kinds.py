@@ -39,8 +39,10 @@ class EngineSettings:
     devices: Sequence[str] = ()  # GPUs of each engine; (): one engine, with those of this process
     top_k: int = 0  # most likely tokens that a call of `score` may ask for
     is_inspected: bool = False  # whether `inspect` is called
+    has_media: bool = False  # whether its prompts are known to have pictures or videos
     reserves_media: bool = True  # whether memory is kept for the largest pictures
     memory_share: float | None = None  # share of a GPU that the trainer uses as well; null: its own
+    routing_layers: Sequence[int] = ()  # layers whose experts completions have
 
     @staticmethod
     def from_config(cfg: EngineConfig, folder: str, **more: Any) -> "EngineSettings":
@@ -61,6 +63,8 @@ class EngineKind:
     python: str | None = None  # what engine.python is to be; null: it is not needed
     max_lora_rank: int | None = None
     min_temperature: float = 0.0  # lowest temperature above 0
+    has_schemas: bool = False  # whether answers may be held to a JSON schema
+    has_routing: bool = False  # whether completions may have the experts of their tokens
 
 
 def engine_kind(name: str, key: str = "engine.name") -> EngineKind:
@@ -99,6 +103,14 @@ def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
         check_python(cfg, engine_kind(scorer, "teacher.engine"), f"teacher.engine={scorer}")
     if not isinstance(engine.options, dict):
         raise ConfigError(key="engine.options", found=engine.options, allowed="{NAME: VALUE}")
+    if group == "rl" and cfg.rl.replay_routing and not _has_routing(engine.name):
+        raise ConfigError(
+            "needs an engine that returns the experts of each token, and "
+            f"engine.name={engine.name} does not",
+            key="rl.replay_routing",
+            found=True,
+            remedy=f"give engine.name={DEFAULT_ENGINE}, or set rl.replay_routing=false",
+        )
     if engine.name == OWN:
         if (engine.python and not is_for_teacher) or engine.devices or engine.options:
             raise ConfigError(
@@ -136,6 +148,10 @@ def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
             allowed=range(1, kind.max_lora_rank + 1),
             remedy=f"give at most {kind.max_lora_rank}, or choose engine.name=own",
         )
+
+
+def _has_routing(name: str) -> bool:
+    return name != OWN and engine_kind(name).has_routing
 
 
 def check_python(cfg: Config, kind: EngineKind, needed_by: str) -> None:

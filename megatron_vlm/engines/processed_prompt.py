@@ -14,12 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.media.images import PixelTables
+from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tokens.row import Row
-
-# Half the distance between adjacent bytes of a channel, whose standard deviation is 0.5 in
-# Qwen3-VL: smaller differences of patches are rounding.
-HALF_STEP = 0.5 / 255 / 0.5
+from megatron_vlm.family.engine_prompt import EnginePrompt
 
 
 @dataclass(frozen=True)
@@ -41,14 +38,18 @@ class ProcessedPrompt:
     version: str
 
 
-def read_processed_prompt(answer: Mapping[str, Any]) -> ProcessedPrompt:
-    """Read the answer of `inspect` in server/engine_server.py."""
+def read_processed_prompt(
+    answer: Mapping[str, Any], prompts: EnginePrompt, merge: int
+) -> ProcessedPrompt:
+    """Read the answer of `inspect` in server/engine_server.py. `merge`: the side of the square of
+    patches that becomes a token."""
     start, media = 0, []
     for entry in (*answer["image"], *answer["video"]):
         shape, dtype = entry["shape"], getattr(torch, entry["dtype"])
         end = start + 4 * math.prod(shape)
         values = torch.frombuffer(bytearray(answer["body"][start:end]), dtype=torch.float32)
-        media.append(ProcessedMedia(tuple(entry["grid"]), values.view(shape).to(dtype)))
+        patches = values.view(shape).to(dtype)
+        media.append(ProcessedMedia(*prompts.unfold(patches, entry["grid"], merge)))
         start = end
     num_images = len(answer["image"])
     version = f"vLLM {answer['vllm']}"
@@ -71,8 +72,9 @@ def compare_media(prompt: Row, view: ProcessedPrompt, tables: PixelTables) -> tu
 def describe_difference(prompt: Row, view: ProcessedPrompt, folder: str | Path) -> str:
     """Return in words what the engine makes of the pictures of a prompt, if it is not what the
     trainer makes of them with the settings in `folder`; else an empty text."""
-    grids, difference = compare_media(prompt, view, PixelTables(str(folder), torch.device("cpu")))
-    if grids and difference < HALF_STEP:
+    tables = PixelTables(str(folder), torch.device("cpu"))
+    grids, difference = compare_media(prompt, view, tables)
+    if grids and difference < tables.half_step:
         return ""
     return f"patches that differ by {difference:.2g}" if grids else "other grids"
 

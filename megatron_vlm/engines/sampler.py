@@ -1,12 +1,12 @@
 """The interface of every sampler and of every engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
+from megatron_vlm.data.tokens.completions import Completion, Pieces, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.processed_prompt import ProcessedPrompt
 from megatron_vlm.errors import MegatronVLMError
@@ -36,6 +36,9 @@ class Adapter:
 Weights = Checkpoint | Adapter | Iterable[tuple[str, Tensor]]
 
 
+Hear = Callable[[Pieces], None]  # receives tokens while they are drawn
+
+
 class Sampler(Protocol):
     """A source of answers. Many calls of `sample` may be in progress at a time."""
 
@@ -43,11 +46,14 @@ class Sampler(Protocol):
         self, prompt: Row, settings: SamplingSettings, seeds: Sequence[int]
     ) -> list[Completion]:
         """Sample an answer to the prompt for each seed. The same seed gives the same answer. Labels
-        are ignored."""
+        are ignored. A prompt may have the experts of its tokens, as far as earlier answers have
+        them: an engine that returns experts may leave these out."""
 
-    async def update(self, weights: Weights, version: int) -> None:
-        """Sample with other weights from now on, and put their version into each sample. Samples in
-        progress finish with the old weights first; later requests wait for the new weights."""
+    async def update(self, weights: Weights, version: int, interrupt: bool = False) -> None:
+        """Sample with other weights from now on, and put their version into each sample. Later
+        requests wait for the new weights. Samples in progress finish with the old weights first.
+        With `interrupt` their later tokens are those of the new weights, as if these had computed
+        all tokens before."""
 
     async def close(self) -> None:
         """End everything that the sampler started."""
@@ -75,8 +81,11 @@ class Engine(Sampler, Protocol):
         settings: SamplingSettings,
         seeds: Sequence[int],
         adapter: Adapter | None = None,
+        hear: Hear | None = None,
     ) -> list[Completion]:
-        """Sample an answer for each seed. `adapter` is used by this request alone."""
+        """Sample an answer for each seed. `adapter` is used by this request alone. `hear` is called
+        with the tokens that follow, often, or never by an engine that cannot tell. A request that
+        is cancelled leaves the engine."""
 
     async def score(self, row: Row, top_k: int, timeout_s: float) -> Tensor:
         """Return the scores of a row's tokens under the engine's first weights, as the worker

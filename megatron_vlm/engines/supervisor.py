@@ -2,12 +2,14 @@
 their updates."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 from megatron_vlm.engines.sampler import SamplerError
 from megatron_vlm.engines.vllm_process import EngineDiedError, EngineProcess
 
+_log = logging.getLogger(__name__)
 DEATHS = 5  # deaths in a row, without an answer in between, until an engine is given up
 
 Start = Callable[[Mapping[str, str]], Awaitable[EngineProcess]]
@@ -34,6 +36,7 @@ class EngineReplica:
         death."""
         if self.engine is not engine:
             return
+        _log.warning("An engine has ended, and is started again. Its last words:\n%s", died)
         engine.close()
         self.engine = None
         self._record_death(died)
@@ -81,8 +84,7 @@ class EngineReplica:
 
 
 class UpdateLock:
-    """A lock for weight updates. `alone` waits until all holders have left; meanwhile no new holder
-    enters."""
+    """A lock for weight updates, during which no new holder enters."""
 
     def __init__(self) -> None:
         self.inside = 0
@@ -101,13 +103,15 @@ class UpdateLock:
             await asyncio.shield(self._notify())
 
     @asynccontextmanager
-    async def exclusive(self) -> AsyncIterator[None]:
+    async def exclusive(self, interrupt: bool) -> AsyncIterator[None]:
+        """Keep new holders away, and wait until all holders have left unless they are to be
+        interrupted."""
         async with self.changed:
             await self.changed.wait_for(lambda: not self.closed)
             self.closed = True
         try:
             async with self.changed:
-                await self.changed.wait_for(lambda: not self.inside)
+                await self.changed.wait_for(lambda: interrupt or not self.inside)
             yield
         finally:
             self.closed = False

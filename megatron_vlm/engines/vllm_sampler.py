@@ -15,13 +15,15 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.processed_prompt import ProcessedPrompt, read_processed_prompt
 from megatron_vlm.engines.prompts import Prompts
-from megatron_vlm.engines.sampler import Adapter, Capacity, Checkpoint, SamplerError, Weights
+from megatron_vlm.engines.sampled_routing import first_unrouted, routings_of
+from megatron_vlm.engines.sampler import Adapter, Capacity, Checkpoint, Hear, SamplerError, Weights
 from megatron_vlm.engines.supervisor import EngineReplica, UpdateLock
 from megatron_vlm.engines.vllm_process import EngineDiedError, EngineProcess, engine_args
 from megatron_vlm.engines.weight_stream import (
     BUFFER_BYTES,
     SharedBuffer,
     WeightCache,
+    ask_each,
     complete_weights,
     stream,
 )
@@ -52,8 +54,9 @@ class VllmSampler:
     def __init__(
         self, settings: EngineSettings, replicas: Sequence[Mapping[str, str]], keep: str | None
     ):
-        self.settings = settings
         self.prompts = Prompts(settings)
+        of_family = self.prompts.engine_prompt.args(self.prompts.images)
+        self.settings = replace(settings, options={**of_family, **settings.options})
         source = HFCheckpoint(settings.folder)
         source.read_headers()
         self.names = frozenset(source.tensors) | frozenset(source.passthrough)
@@ -98,6 +101,7 @@ class VllmSampler:
 
     async def _place(self, replica: EngineReplica) -> None:
         replica.engine = await self._start(replica.environment)
+        self.prompts.is_on_cpu = not replica.engine.gpus
 
     async def _start(self, environment: Mapping[str, str]) -> EngineProcess:
         return await EngineProcess.start(self.settings, environment, self.buffer.file, 0)
@@ -108,22 +112,33 @@ class VllmSampler:
         settings: SamplingSettings,
         seeds: Sequence[int],
         adapter: Adapter | None = None,
+        hear: Hear | None = None,
     ) -> list[Completion]:
-        """Sample an answer for each seed, all with the weights of one version. `adapter` is used by
-        this request alone, on top of whole weights; its folder must not change. At most
-        `settings.adapters` different adapters are in use at the same time."""
+        """Sample an answer for each seed. `adapter` is used by this request alone, on top of whole
+        weights; its folder must not change. At most `settings.adapters` different adapters are in
+        use at the same time. `hear` receives the tokens while they are drawn, and those of an
+        engine that dies once more from the next one."""
         request = self.prompts.request(prompt, settings, seeds)
         if not seeds:
             return []
-        adapter_field = {} if adapter is None else {"adapter": adapter.folder}
+        more: dict[str, Any] = {} if adapter is None else {"adapter": adapter.folder}
+        if hear is not None:
+            more["streamed"] = True
+        if self.settings.routing_layers:
+            more["routing_start"] = first_unrouted(prompt)
         async with self.gate.shared_with_requests():
-            fields = {**request.fields, **adapter_field}
-            answer = await self._ask("sample", fields, request.pixels, len(seeds))
+            fields = {**request.fields, **more}
+            answer = await self._ask("sample", fields, request.pixels, len(seeds), hear=hear)
+        routings = routings_of(answer, more.get("routing_start", 0))
         return [
             Completion(
-                tuple(sample["ids"]), tuple(sample["log_probs"]), sample["ended"], answer["version"]
+                tuple(sample["ids"]),
+                tuple(sample["log_probs"]),
+                sample["ended"],
+                tuple(map(tuple, sample["versions"])),
+                routing_SLK,
             )
-            for sample in answer["samples"]
+            for sample, routing_SLK in zip(answer["samples"], routings, strict=True)
         ]
 
     async def score(self, row: Row, top_k: int, timeout_s: float) -> Tensor:
@@ -131,7 +146,7 @@ class VllmSampler:
         the worker scores them on the ranks: [S, 1 + k, 2] in float64, at the position that
         predicts a token. An engine that takes longer than `timeout_s` is taken for dead."""
         request = self.prompts.request(row, SamplingSettings(1), [])
-        names = ("prompt", "expected", "pictures", "videos")
+        names = ("prompt", "expected", "pictures", "videos", "processor")
         fields = {name: request.fields[name] for name in names} | {"top_k": top_k}
         async with self.scoring, self.gate.shared_with_requests():
             answer = await self._ask("score", fields, request.pixels, 1, timeout_s)
@@ -147,10 +162,13 @@ class VllmSampler:
         args = engine_args(self.settings)
         if args.get("mm_processor_cache_gb") != 0 or args.get("tensor_parallel_size", 1) > 1:
             return None
-        request = self.prompts.request(prompt, SamplingSettings(1), [])
-        fields = {name: request.fields[name] for name in ("prompt", "pictures", "videos")}
+        prompts = self.prompts
+        request = prompts.request(prompt, SamplingSettings(1), [])
+        names = ("prompt", "pictures", "videos", "processor")
+        fields = {name: request.fields[name] for name in names} | {"names": prompts.names}
         async with self.gate.shared_with_requests():
-            return read_processed_prompt(await self._ask("inspect", fields, request.pixels, 1))
+            answer = await self._ask("inspect", fields, request.pixels, 1)
+        return read_processed_prompt(answer, prompts.engine_prompt, prompts.tokens.merge)
 
     async def _ask(
         self,
@@ -159,6 +177,7 @@ class VllmSampler:
         pixels: Sequence[bytes],
         samples: int,
         timeout_s: float | None = None,
+        hear: Hear | None = None,
     ) -> dict[str, Any]:
         died: EngineDiedError | None = None
         for attempt in range(MAX_TRIES):
@@ -168,7 +187,7 @@ class VllmSampler:
                 replica, engine = await self._wait_for_idlest()
                 replica.in_flight += samples
                 try:
-                    asking = engine.ask(do, body=pixels, **fields)
+                    asking = engine.ask(do, body=pixels, hear=hear, **fields)
                     answer: dict[str, Any] = await asyncio.wait_for(asking, timeout_s)
                     replica.reset_deaths()
                     return answer
@@ -197,17 +216,18 @@ class VllmSampler:
     def _live_engines(self) -> list[tuple[EngineReplica, EngineProcess]]:
         return [(each, each.engine) for each in self.replicas if each.engine is not None]
 
-    async def update(self, weights: Weights, version: int) -> None:
-        """Send new weights to all engines once the samples in progress have ended. If this fails,
-        samples have the former weights. An iterable of tensors is read to its end in any case: on
-        other ranks that may be part of collectives."""
+    async def update(self, weights: Weights, version: int, interrupt: bool = False) -> None:
+        """Send new weights to all engines: once the samples in progress have ended, or with
+        `interrupt` at once, between two tokens of these samples. If this fails, samples have the
+        former weights, and those that were interrupted begin again. An iterable of tensors is read
+        to its end in any case: on other ranks that may be part of collectives."""
         if isinstance(weights, Checkpoint | Adapter):
-            async with self.gate.exclusive(), self.renewing:
+            async with self.gate.exclusive(interrupt), self.renewing:
                 await self._update(weights, version)
             return
         tensors = iter(weights)
         try:
-            async with self.gate.exclusive(), self.renewing:
+            async with self.gate.exclusive(interrupt), self.renewing:
                 await self._update(tensors, version)
         finally:
             for _ in tensors:
@@ -240,15 +260,7 @@ class VllmSampler:
         if not isinstance(weights, Checkpoint | Adapter):
             return await stream(weights, engines, self.buffer, version)
         do = "folder" if isinstance(weights, Checkpoint) else "adapt"
-        requests = [engine.ask(do, folder=weights.folder, version=version) for engine in engines]
-        results = await asyncio.gather(*requests, return_exceptions=True)
-        died = {}
-        for engine, result in zip(engines, results, strict=True):
-            if isinstance(result, EngineDiedError):
-                died[engine] = result
-            elif isinstance(result, BaseException):
-                raise result
-        return died
+        return await ask_each(engines, do, folder=weights.folder, version=version)
 
     async def _renew(self, replica: EngineReplica, engine: EngineProcess) -> None:
         """Give the newest weights to an engine that was restarted, and put it into use."""

@@ -4,13 +4,15 @@ import asyncio
 import mmap
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_vlm.engines.server.cuda_memory import CudaMemory
 from megatron_vlm.engines.vllm_process import EngineDiedError, EngineProcess
 from megatron_vlm.errors import CheckpointError
 
@@ -18,32 +20,61 @@ BUFFER_BYTES = 64 << 20
 
 
 class SharedBuffer:
-    """Memory without a name, which engines inherit. It is freed when all processes have ended."""
+    """Memory that engines share with this process: memory of the host without a name, which engines
+    inherit, and memory of a GPU on which all of them are as well, if there is one. Both are freed
+    when all processes have ended."""
 
     def __init__(self, size: int = BUFFER_BYTES):
         self.size = size
         self.file = os.memfd_create("megatron-vlm-weights")
         os.ftruncate(self.file, size)
-        self.memory = mmap.mmap(self.file, size)
+        self.memory = torch.frombuffer(mmap.mmap(self.file, size), dtype=torch.uint8)
+        self.on_gpu: tuple[Tensor, str] | None = None
 
-    def pieces(self, name: str, tensor: Tensor) -> Iterator[dict[str, Any]]:
-        """Copy a tensor into the memory piece by piece, and yield a description of each piece. Ask
-        for the next piece when all engines have copied the last one."""
-        values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    def memory_for(
+        self, device: torch.device, gpus: Collection[str]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the memory for weights on a device, as a tensor of bytes, and what the engines on
+        `gpus` need to find it: nothing for that of the host."""
+        if device.type == "cuda":
+            shared = CudaMemory(device.index)
+            if set(gpus) == {shared.uuid()}:
+                self.on_gpu = self.on_gpu or shared.allocate(self.size)
+                return self.on_gpu[0], {"handle": self.on_gpu[1], "size": self.size}
+        return self.memory, {}
+
+    def close(self) -> None:
+        del self.memory
+        os.close(self.file)
+
+
+def cut_pieces(
+    memory: Tensor, named: Iterable[tuple[str, Tensor]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Copy tensors into the memory, one after the other. Yield the parts that it holds, as
+    server/weight_pieces.py describes them, each time that it is full, and at the end. Ask for the
+    next piece when all engines have copied the last one."""
+    parts: list[dict[str, Any]] = []
+    filled = 0
+    for name, tensor in named:
+        values = tensor.detach().contiguous().flatten().view(torch.uint8)
         about = {
             "name": name,
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
             "bytes": len(values),
         }
-        for start in range(0, len(values), self.size):
-            piece = values[start : start + self.size]
-            self.memory[: len(piece)] = piece.data
-            yield {**about, "piece": len(piece)}
-
-    def close(self) -> None:
-        self.memory.close()
-        os.close(self.file)
+        start = 0
+        while start < len(values):
+            count = min(len(values) - start, len(memory) - filled)
+            memory[filled : filled + count].copy_(values[start : start + count])
+            parts.append({**about, "start": start, "offset": filled, "count": count})
+            start, filled = start + count, filled + count
+            if filled == len(memory):
+                yield parts
+                parts, filled = [], 0
+    if parts:
+        yield parts
 
 
 def complete_weights(
@@ -71,62 +102,47 @@ def complete_weights(
         )
 
 
-async def stream(
-    named: Iterable[tuple[str, Tensor]],
-    engines: Sequence[EngineProcess],
-    buffer: SharedBuffer,
-    version: int,
+async def ask_each(
+    engines: Collection[EngineProcess], do: str, **fields: Any
 ) -> dict[EngineProcess, EngineDiedError]:
-    """Send the tensors to all engines at once. Drop engines that die, and return them with their
-    errors."""
-    feeds = [Feed(engine, version) for engine in engines]
-    died: dict[EngineProcess, EngineDiedError] = {}
-
-    async def to_each(do: str, **fields: Any) -> None:
-        results = await asyncio.gather(
-            *(feed.ask(do, **fields) for feed in feeds), return_exceptions=True
-        )
-        for feed, result in list(zip(feeds, results, strict=True)):
-            if isinstance(result, EngineDiedError):
-                died[feed.engine] = result
-                feeds.remove(feed)
-            elif isinstance(result, BaseException):
-                raise result
-
-    try:
-        # Tensors are taken in this thread although other tasks wait for it: taking a tensor may be
-        # a collective on its device.
-        for name, tensor in named:
-            for piece in buffer.pieces(name, tensor):
-                await to_each("piece", **piece)
-        await to_each("end")
-        await to_each("loaded")
-    finally:
-        for feed in feeds:
-            feed.loading.cancel()
+    """Send a request to all engines at once. Return those that died, with their errors."""
+    requests = [engine.ask(do, **fields) for engine in engines]
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    died = {}
+    for engine, result in zip(engines, results, strict=True):
+        if isinstance(result, EngineDiedError):
+            died[engine] = result
+        elif isinstance(result, BaseException):
+            raise result
     return died
 
 
-class Feed:
-    """An engine that is loading streamed weights."""
+async def stream(
+    named: Iterable[tuple[str, Tensor]],
+    engines: Collection[EngineProcess],
+    buffer: SharedBuffer,
+    version: int,
+) -> dict[EngineProcess, EngineDiedError]:
+    """Send the tensors to all engines at once. Return the engines that died, with their errors."""
+    died: dict[EngineProcess, EngineDiedError] = {}
 
-    def __init__(self, engine: EngineProcess, version: int):
-        self.engine = engine
-        self.loading = asyncio.create_task(engine.ask("stream_weights", version=version))
+    async def to_each(do: str, **fields: Any) -> None:
+        died.update(await ask_each(engines, do, **fields))
 
-    async def ask(self, do: str, **fields: Any) -> None:
-        """Send a request to the engine. If the engine's loading has failed, raise that error
-        instead: it explains more than the answer."""
-        if do == "loaded":
-            await self.loading
-            return
-        request = asyncio.create_task(self.engine.ask(do, **fields))
-        await asyncio.wait({request, self.loading}, return_when=asyncio.FIRST_COMPLETED)
-        if self.loading.done() and self.loading.exception() is not None:
-            request.cancel()
-            await asyncio.wait({request})
-            self.loading.result()
-        await request
+    # Tensors are taken in this thread although other tasks wait for it: taking a tensor may be a
+    # collective on its device.
+    rest = iter(named)
+    first = next(rest)
+    memory, where = buffer.memory_for(
+        first[1].device, [gpu for each in engines for gpu in each.gpus]
+    )
+    await to_each("start_weights", **where)
+    for parts in cut_pieces(memory, chain([first], rest)):
+        if memory.is_cuda:
+            torch.accelerator.synchronize(memory.device)
+        await to_each("piece", parts=parts)
+    await to_each("finish_weights", version=version)
+    return died
 
 
 # A copy of the newest weights stays on disk, for an engine that has to be restarted.
@@ -161,7 +177,7 @@ class WeightCache:
                         }
                     )
                     file.write(values.flatten().view(torch.uint8).numpy().data)
-                    yield name, values
+                    yield name, tensor
         except OSError as error:
             raise CheckpointError(
                 f"the newest weights cannot be kept for an engine that dies: {error.strerror}",

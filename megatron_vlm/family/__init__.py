@@ -14,16 +14,18 @@ from megatron_vlm.io.untrusted import require_files_in
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from megatron_vlm.family.spec import Family, ModelSizes
+    from megatron_vlm.family.family import Family
+    from megatron_vlm.family.spec import ModelSizes
 
 
 def families() -> "dict[str, Family]":
     """Return the families by the model_type of config.json."""
     # These import torch and transformers.
+    from megatron_vlm.family.gemma4.model import GEMMA4
     from megatron_vlm.family.qwen3_5.model import QWEN3_5, QWEN3_5_MOE
     from megatron_vlm.family.qwen3_vl.model import QWEN3_VL, QWEN3_VL_MOE
 
-    every_family = (QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE)
+    every_family = (QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE, GEMMA4)
     return {family.model_type: family for family in every_family}
 
 

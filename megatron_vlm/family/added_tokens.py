@@ -124,7 +124,7 @@ def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None
 
 
 def add_to(tokenizer: "PreTrainedTokenizerBase", names: Sequence[str]) -> None:
-    """Add the tokens that `find_new_tokens` has verified to be new to a checkpoint's tokenizer."""
+    """Add tokens, which must be new, to a checkpoint's tokenizer."""
     if names:
         first = max(tokenizer.get_vocab().values()) + 1
         _add(tokenizer, names)

@@ -19,15 +19,16 @@ from megatron_vlm.family.field_rules import (
     other_model,
     unsupported_fields,
 )
+from megatron_vlm.family.gemma4.fields import GEMMA4_FIELDS
 from megatron_vlm.family.qwen3_5.fields import QWEN3_5_FIELDS, QWEN3_5_MOE_FIELDS
 from megatron_vlm.family.qwen3_vl.fields import QWEN3_VL_FIELDS, QWEN3_VL_MOE_FIELDS
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at
 
 _MAX_BYTES = 2**20
-_MODELS = "Qwen3-VL or Qwen3.5"  # 3.6 and 3.8 are Qwen3.5 by their model_type
+_MODELS = "Qwen3-VL, Qwen3.5 or Gemma 4"  # 3.6 and 3.8 are Qwen3.5 by their model_type
 _DIVIDED_BY_TP = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_num_key_heads", "linear_num_value_heads", "num_global_key_value_heads"),
 )
 _EXPERTS = ("num_experts", "num_local_experts")  # two names of one field
 _FIELDS = {
@@ -35,6 +36,7 @@ _FIELDS = {
     "qwen3_vl_moe": QWEN3_VL_MOE_FIELDS,
     "qwen3_5": QWEN3_5_FIELDS,
     "qwen3_5_moe": QWEN3_5_MOE_FIELDS,
+    "gemma4": GEMMA4_FIELDS,
 }
 
 
@@ -57,8 +59,9 @@ def read_counts(folder: str) -> Counts | None:
         return None
     config = read_fields(folder).value
     check_model_type(config.get("model_type"), folder)
-    if problems := list(_problems(config, _FIELDS[config["model_type"]])):
-        raise other_model(folder, problems)
+    known = _FIELDS[config["model_type"]]
+    if problems := list(_problems(config, known)):
+        raise other_model(folder, problems, known.trained)
     return _counts(config_part(config, "text_config"), config_part(config, "vision_config"))
 
 
@@ -82,8 +85,11 @@ def _contradictions(text: dict[str, Any]) -> Iterator[str]:
     if name in text and name in rope and text[name] != rope[name] and not is_other_kind:
         yield f"text_config.{name}={text[name]!r}, but rope_parameters has {rope[name]!r}"
     counts = {name: text[name] for name in _EXPERTS if text.get(name) is not None}
-    if len({*counts.values()}) > 1:
+    if any(count != each for count in counts.values() for each in counts.values()):
         yield " and ".join(f"text_config.{name}={count!r}" for name, count in counts.items())
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and kinds[-1:] == ["sliding_attention"]:
+        yield "text_config.layer_types ends in sliding_attention, and transformers changes that"
     name = "full_attention_interval"
     # transformers has a default for an absent interval, but none for one that is null.
     if name in text and text[name] is None and text.get("layer_types") is None:
@@ -118,8 +124,8 @@ def check_model_type(model_type: Any, path: str | Path) -> None:
             key="model.path",
             found=str(path),
             remedy="give a checkpoint of Qwen3-VL (model_type='qwen3_vl'), Qwen3-VL-MoE "
-            "('qwen3_vl_moe'), or Qwen3.5, 3.6 or 3.8 ('qwen3_5', with experts 'qwen3_5_moe'): "
-            f"this version trains these{advice}",
+            "('qwen3_vl_moe'), Qwen3.5, 3.6 or 3.8 ('qwen3_5', with experts 'qwen3_5_moe'), or "
+            f"Gemma 4 31B or 26B-A4B ('gemma4'): this version trains these{advice}",
         )
 
 
@@ -143,7 +149,7 @@ def _other_values(part: str, settings: dict[str, Any], known: KnownFields) -> It
 def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:
     blocks = vision.get("deepstack_visual_indexes")
     deepstack = len(blocks) if isinstance(blocks, list) else None
-    experts: Any = text.get("num_experts", text.get("num_local_experts", 0))
+    experts: Any = text.get("num_experts", text.get("num_local_experts", 0)) or 0
     layers: Any = text.get("num_hidden_layers")
     # transformers fills in what is absent or null.
     by_tp: dict[str, Any] = {

@@ -5,10 +5,10 @@ The table of names, the planner, the cost of a row, the LoRA targets, the built 
 caches are loops over these descriptions. Importing this file imports neither torch nor
 transformers."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 # How a parameter is sharded. hf/weight_map.py has the layout of each kind.
 
@@ -58,6 +58,7 @@ class LayerTensor:
     name: str  # after the prefix of the layer
     shape: tuple[int, ...]
     lora_group: str | None = None  # its group among the LoRA targets, if it can have an adapter
+    learns: bool = True  # False: it always stays as it was loaded
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,31 @@ class LayerParam:
     sharding: Sharding = Whole()
 
 
-def _vector(our_name: str, hf_name: str, width: int) -> LayerParam:
+def vector_param(our_name: str, hf_name: str, width: int) -> LayerParam:
     return LayerParam(our_name, (LayerTensor(hf_name, (width,)),))
 
 
 @dataclass(frozen=True)
-class FullAttention:
-    """Causal attention among all tokens of a row, with norms of queries and keys."""
+class MRoPE:
+    """Rotary embedding of the first `dim` values of a head by positions in time, height and width,
+    among which the frequencies alternate."""
+
+    dim: int
+    theta: float
+    section: tuple[int, ...]  # number of frequencies of time, height and width
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention among the tokens of a row. Each kind of it adds what it has besides
+    heads."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    rotary_dim: int  # the first values of a head, which rotary embedding turns
-    gated: bool = False  # each query head has a gate for its output
+    gated: bool = field(default=False, kw_only=True)  # each query head has a gate for its output
+    # Tokens that a token sees, itself included. None: all before it.
+    window: int | None = field(default=None, kw_only=True)
     # Operations per token besides the products with weights and those of pairs.
     flops_per_token: ClassVar[int] = 0
 
@@ -95,6 +108,32 @@ class FullAttention:
         """Width of all key heads together."""
         return self.kv_heads * self.head_dim
 
+    def pair_flops(self, lengths: Sequence[int], picture_pairs: int) -> int:
+        """Return the operations of the pairs of tokens of rows of these lengths, which have
+        `picture_pairs` of a visual token and a later one of its image."""
+        return 4 * self.query * sum(tokens * (tokens + 1) // 2 for tokens in lengths)
+
+    def projections(self, hidden: int, widths: Mapping[str, int]) -> Iterator[LayerParam]:
+        """Yield the linears, of which the first has these widths of outputs, and the norms of
+        queries and keys."""
+        tensors = tuple(
+            LayerTensor(f"self_attn.{letter}_proj.weight", (width, hidden), "attention")
+            for letter, width in widths.items()
+        )
+        yield LayerParam("self_attention.linear_qkv.weight", tensors, HeadGroups(self.kv_heads))
+        for letter in "qk":
+            our_name = f"self_attention.{letter}_layernorm.weight"
+            yield vector_param(our_name, f"self_attn.{letter}_norm.weight", self.head_dim)
+        out = LayerTensor("self_attn.o_proj.weight", (hidden, self.query), "attention")
+        yield LayerParam("self_attention.linear_proj.weight", (out,), Columns(self.query))
+
+
+@dataclass(frozen=True)
+class FullAttention(Attention):
+    """Causal attention among all tokens of a row, with norms of queries and keys."""
+
+    rotary: MRoPE
+
     @property
     def divided_by_tp(self) -> dict[str, int]:
         """Counts that TP must divide, by their fields in config.json."""
@@ -103,21 +142,7 @@ class FullAttention:
     def params(self, hidden: int) -> Iterator[LayerParam]:
         """Yield the parameters. With a gate, q_proj has a head's query and gate, head by head."""
         widths = {"q": self.query * (1 + self.gated), "k": self.kv, "v": self.kv}
-        tensors = tuple(
-            LayerTensor(f"self_attn.{letter}_proj.weight", (width, hidden), "attention")
-            for letter, width in widths.items()
-        )
-        yield LayerParam("self_attention.linear_qkv.weight", tensors, HeadGroups(self.kv_heads))
-        for letter in "qk":
-            our_name = f"self_attention.{letter}_layernorm.weight"
-            yield _vector(our_name, f"self_attn.{letter}_norm.weight", self.head_dim)
-        out = LayerTensor("self_attn.o_proj.weight", (hidden, self.query), "attention")
-        yield LayerParam("self_attention.linear_proj.weight", (out,), Columns(self.query))
-
-    @property
-    def flops_per_pair(self) -> int:
-        """Operations for each pair of a token and one before it."""
-        return 4 * self.query
+        yield from self.projections(hidden, widths)
 
     def kept_values(self, learns: bool) -> int:
         """Return the number of values per token that autograd keeps, over all TP ranks. Weights
@@ -137,7 +162,6 @@ class GatedDeltaNet:
     key_dim: int
     value_dim: int
     kernel: int  # tokens that the causal convolution sees
-    flops_per_pair: ClassVar[int] = 0
 
     @property
     def keys(self) -> int:
@@ -170,7 +194,7 @@ class GatedDeltaNet:
         for name in ("A_log", "dt_bias"):
             vector = LayerTensor(f"linear_attn.{name}", (heads,))
             yield LayerParam(f"self_attention.{name}", (vector,), RowParts(((heads,),)))
-        yield _vector("self_attention.norm", "linear_attn.norm.weight", self.value_dim)
+        yield vector_param("self_attention.norm", "linear_attn.norm.weight", self.value_dim)
         out = LayerTensor("linear_attn.out_proj.weight", (hidden, self.values), "attention")
         yield LayerParam("self_attention.out_proj.weight", (out,), Columns(self.values))
 
@@ -196,7 +220,16 @@ class GatedDeltaNet:
 
 DELTA_CHUNK = 32  # tokens that the rule takes together: model/delta_rule.py
 
-Mixer = FullAttention | GatedDeltaNet
+
+class Mixer(Protocol):
+    """Description of a mixer of tokens."""
+
+    @property
+    def divided_by_tp(self) -> dict[str, int]: ...
+    @property
+    def flops_per_token(self) -> int: ...
+    def params(self, hidden: int) -> Iterator[LayerParam]: ...
+    def kept_values(self, learns: bool) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -212,7 +245,7 @@ class DenseMLP:
 
     def params(self, hidden: int) -> Iterator[LayerParam]:
         """Yield the parameters."""
-        yield from _mlp("mlp", "mlp.linear_fc1", "mlp.linear_fc2", hidden, self.width)
+        yield from mlp_params("mlp", "mlp.linear_fc1", "mlp.linear_fc2", hidden, self.width)
 
     def kept_values(self, hidden: int, is_frozen: bool, inputs: bool, tp: int) -> int:
         """Return the number of values per token that a rank keeps. `inputs` says whether adapters
@@ -240,7 +273,7 @@ class Experts:
             yield LayerParam(f"mlp.{name}.weight", (tensor,), ByExpert(self.count))
         if self.shared_width:
             name, width = "mlp.shared_expert", self.shared_width
-            yield from _mlp(name, f"{name}.gate_up", f"{name}.down", hidden, width)
+            yield from mlp_params(name, f"{name}.gate_up", f"{name}.down", hidden, width)
             gate = LayerTensor("mlp.shared_expert_gate.weight", (1, hidden), "mlp")
             yield LayerParam("mlp.shared_expert.gate.weight", (gate,))
 
@@ -256,10 +289,18 @@ class Experts:
         return self.top_k * rows + hidden + 3 * self.count + shared
 
 
-FeedForward = DenseMLP | Experts
+class FeedForward(Protocol):
+    """Description of a feed-forward network."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def divided_by_tp(self) -> dict[str, int]: ...
+    def params(self, hidden: int) -> Iterator[LayerParam]: ...
+    def kept_values(self, hidden: int, is_frozen: bool, inputs: bool, tp: int) -> int: ...
 
 
-def _mlp(hf: str, gate_up: str, down: str, hidden: int, width: int) -> Iterator[LayerParam]:
+def mlp_params(hf: str, gate_up: str, down: str, hidden: int, width: int) -> Iterator[LayerParam]:
     """Yield the parameters of an MLP with a gate, whose first two projections are one here."""
     first = tuple(
         LayerTensor(f"{hf}.{name}_proj.weight", (width, hidden), "mlp") for name in ("gate", "up")
@@ -275,12 +316,13 @@ class LayerSpec:
 
     mixer: Mixer
     ffn: FeedForward
+    post_norms: ClassVar[int] = 0  # norms of the outputs of its parts
 
     def params(self, hidden: int) -> Iterator[LayerParam]:
         """Yield every parameter, in the order of the checkpoint."""
-        yield _vector("input_layernorm.weight", "input_layernorm.weight", hidden)
+        yield vector_param("input_layernorm.weight", "input_layernorm.weight", hidden)
         yield from self.mixer.params(hidden)
-        yield _vector("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden)
+        yield vector_param("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden)
         yield from self.ffn.params(hidden)
 
     def flops_per_token(self, hidden: int) -> int:

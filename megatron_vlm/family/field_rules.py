@@ -6,11 +6,14 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _MOST = "LLaMA-Factory, ms-swift and TRL"
 _WITH_BRIDGE = "LLaMA-Factory, ms-swift, TRL and NVIDIA Megatron-Bridge"
@@ -34,7 +37,10 @@ _TRAINED_BY = {
     "llava*": ("LLaVA", _MOST),
     "gemma3n*": ("Gemma 3n", _TWO),
     "gemma3*": ("Gemma 3", _WITH_BRIDGE),
-    "gemma4*": ("Gemma 4", "LLaMA-Factory, axolotl and NVIDIA Megatron-Bridge"),
+    "gemma4*": (
+        "Gemma 4 12B, or a part of Gemma 4",
+        "LLaMA-Factory, axolotl and NVIDIA Megatron-Bridge",
+    ),
     "paligemma": ("PaliGemma", _TWO),
     "pixtral": ("Pixtral", _TWO),
     "mistral3": ("Mistral 3", f"LLaMA-Factory, {_BRIDGE}"),
@@ -57,12 +63,13 @@ _TRAINED_BY = {
     "molmo*": ("Molmo", "ms-swift"),
     "ovis*": ("Ovis", "ms-swift"),
 }
-# The name of a release, before the end that says how its weights are quantized, such as -FP8.
-_RELEASE = re.compile(
-    r"(Qwen3-VL-\d+B(?:-A\d+B)?-(?:Instruct|Thinking)|Qwen3\.\d-\d+(?:\.\d+)?B(?:-A\d+B)?(?:-Base)?)"
-    r"(?=-)",
-    re.IGNORECASE,
-)
+# The name of a release, before the end that says how its weights are quantized, such as -FP8, by
+# who released it.
+_RELEASES = {
+    "Qwen": r"(Qwen3-VL-\d+B(?:-A\d+B)?-(?:Instruct|Thinking)|"
+    r"Qwen3\.\d-\d+(?:\.\d+)?B(?:-A\d+B)?(?:-Base)?)(?=-)",
+    "google": r"(gemma-4-\d+B(?:-A\d+B)?(?:-it)?)(?=-)",
+}
 
 
 def advise_other_family(model_type: str) -> str:
@@ -76,8 +83,9 @@ def advise_other_family(model_type: str) -> str:
 
 def advise_unquantized(folder: str) -> str:
     """Return the remedy for a folder or name of quantized weights, such as an FP8 release."""
-    found = _RELEASE.search(folder)
-    which = f", Qwen/{found[1]}" if found else " from which these were made"
+    found = {who: re.search(name, folder, re.IGNORECASE) for who, name in _RELEASES.items()}
+    names = [f", {who}/{match[1]}" for who, match in found.items() if match]
+    which = names[0] if names else " from which these were made"
     return (
         f"give the bf16 weights{which}: of quantized ones, only those of bitsandbytes in NF4 can "
         "stand beside adapters (lora.base=nf4)"
@@ -148,6 +156,8 @@ class KnownFields:
     carried_out: Mapping[str, Rule]  # used: any value that fits its rule and the other fields
     idle: Set[str]  # unused: any value, because nothing that is trained depends on it
     fixed: Mapping[str, tuple[Any, ...]]  # the only values that this version computes with
+    # The released models that have another value in a field of `fixed`.
+    others: Mapping[str, str] = field(default_factory=dict)
 
     def changed(
         self,
@@ -160,7 +170,9 @@ class KnownFields:
         """Return the same fields without some, and with more of each use."""
         rules = {name: rule for name, rule in self.carried_out.items() if name not in without}
         values = {name: only for name, only in self.fixed.items() if name not in without}
-        return KnownFields(rules | dict(carried_out), self.idle | set(idle), values | fixed)
+        return KnownFields(
+            rules | dict(carried_out), self.idle | set(idle), values | fixed, self.others
+        )
 
 
 @dataclass(frozen=True)
@@ -172,6 +184,7 @@ class ModelFields:
     text_rope: KnownFields
     vision: KnownFields
     vision_rope: KnownFields
+    trained: str = "the released kind"  # the models of the family that are trained
 
     def parts(
         self, top: dict[str, Any], text: dict[str, Any], vision: dict[str, Any]
@@ -192,11 +205,11 @@ def config_part(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
-def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
+def other_model(
+    folder: str, problems: Sequence[str], trained: str = ModelFields.trained
+) -> ConfigError:
     """Return the error for a config.json with these problems."""
-    remedy = (
-        "give a checkpoint of the released kind, or remove a field that you know to change nothing"
-    )
+    remedy = f"give a checkpoint of {trained}, or remove a field that you know to change nothing"
     if any(problem.startswith("quantization_config=") for problem in problems):
         remedy = advise_unquantized(folder)
     return ConfigError(
@@ -208,14 +221,48 @@ def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
 
 def unsupported_fields(part: str, values: Mapping[str, Any], known: KnownFields) -> Iterator[str]:
     """Yield the fields of a part that are not supported, with the reason."""
-    for field, value in sorted(values.items()):
-        if field in known.idle:
+    for name, value in sorted(values.items()):
+        if name in known.idle:
             continue
-        text = f"{part}{field.removeprefix('_')}={reprlib.repr(value)}"
-        if rule := known.carried_out.get(field):
+        text = f"{part}{name.removeprefix('_')}={reprlib.repr(value)}"
+        if rule := known.carried_out.get(name):
             if not rule.fits(value):
                 yield f"{text}, not {rule.what}"
-        elif field not in known.fixed:
+        elif name not in known.fixed:
             yield f"{text}, a field that this version does not know"
-        elif value not in known.fixed[field]:
-            yield f"{text}, and it computes only {' or '.join(map(repr, known.fixed[field]))}"
+        elif value not in known.fixed[name]:
+            has_it = f", as {known.others[name]}" if name in known.others else ""
+            only = " or ".join(map(repr, known.fixed[name]))
+            yield f"{text}{has_it}, and it computes only {only}"
+
+
+# Checks that values fit each other: whether each passes, and the text of the problem.
+Checks = Iterable[tuple[bool, str]]
+
+
+def refuse_other_model(config: "PretrainedConfig", known: ModelFields, checks: Checks) -> None:
+    """Refuse a config.json, as transformers completes it, with unknown fields, unsupported values,
+    or values that do not fit each other."""
+    problems = list(_unknown(config, known)) or [problem for fits, problem in checks if not fits]
+    if problems:
+        raise other_model(config.name_or_path, problems, known.trained)
+
+
+def _unknown(config: "PretrainedConfig", known: ModelFields) -> Iterator[str]:
+    """Yield the fields that are unknown or have an unsupported value."""
+    parts = {"text_config": config.text_config, "vision_config": config.vision_config}
+    if empty := {name: part for name, part in parts.items() if not hasattr(part, "__dict__")}:
+        yield from (f"{name}={part!r}, which has no fields" for name, part in empty.items())
+        return
+    top, text, vision = map(_fields, (config, *parts.values()))
+    top |= {"text_config": text, "vision_config": vision}
+    # Some tools repeat a field of the text at the top, where nothing reads it.
+    repeated = {name for name in top if name in text and top[name] == text[name]}
+    read = top.keys() - (repeated - known.top.fixed.keys())
+    for part in known.parts({name: top[name] for name in read}, text, vision):
+        yield from unsupported_fields(*part)
+
+
+def _fields(part: "PretrainedConfig") -> dict[str, Any]:
+    config_names = {"_heterogeneity_spec": "per_layer_config"}  # name in config.json
+    return {config_names.get(name, name): value for name, value in vars(part).items()}

@@ -10,11 +10,10 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from megatron_vlm.family.decoder_layers import (
+    Attention,
     DenseMLP,
     Experts,
     FullAttention,
@@ -48,6 +47,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     part: Part
     lora_group: str | None = None  # its group among the LoRA targets, if it can have an adapter
+    learns: bool = True  # False: it always stays as it was loaded
+    is_table: bool = False  # its rows are looked up and not multiplied: positions of the tower
 
     @property
     def num_values(self) -> int:
@@ -63,28 +64,28 @@ class TextSizes:
     vocab: int
     max_positions: int
     norm_eps: float
-    rope_theta: float
-    mrope_section: tuple[int, ...]  # frequencies of time, height and width
     pad_id: int | None  # the token whose embedding is used and never learns, if there is one
     centered_norms: bool = False  # norms multiply by 1 + weight
+    embed_scale: float | None = None  # factor of the embeddings of tokens, in their dtype
+    logit_cap: float | None = None  # logits are cap * tanh(logits / cap)
 
     def __post_init__(self) -> None:
         """Refuse combinations that no family has yet, for which model/fused_ops.py would compute
         the norms of queries and keys, or their rotation, in another way than asked for."""
-        attention = self.attention
-        assert attention.gated == self.centered_norms, "norms are centered where attention is gated"
-        assert attention.gated or attention.rotary_dim == attention.head_dim, (
-            "without a gate, whole heads rotate"
-        )
+        for each in self.attentions:
+            if isinstance(each, FullAttention):
+                assert each.gated == self.centered_norms, "norms are centered where it is gated"
+                assert each.gated or each.rotary.dim == each.head_dim, "otherwise heads rotate"
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @cached_property
-    def attention(self) -> FullAttention:
-        """The attention of the layers that have it: it is the same in all of them."""
-        return next(x.mixer for x in self.layers if isinstance(x.mixer, FullAttention))
+    def attentions(self) -> tuple[Attention, ...]:
+        """The different kinds of attention, in the order of their first layer."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(dict.fromkeys(each for each in mixers if isinstance(each, Attention)))
 
     @cached_property
     def delta_net(self) -> GatedDeltaNet | None:
@@ -132,14 +133,25 @@ class VisionSizes:
 
     depth: int
     hidden: int
+    query: int  # width of all query heads together
     ffn: int
     out_hidden: int
     patch_values: int  # numbers in one patch: channels x frames x side x side
+    megapixel: int  # patches of a picture of 1024 x 1024
     merge: int  # side of the square of patches that becomes one token
     deepstack: int  # features in addition to the merged ones
+    # Values that autograd keeps per patch of a block, and of all mergers.
+    block_values: int
+    merger_values: int
     # Inputs of the tower in addition to the patches of these grids [I, 3], all on the host: the
     # first stay there, the second go to the tower's device.
     inputs: Callable[[nn.Module, Tensor], tuple[TowerInputs, TowerInputs]] = field(repr=False)
+    fp32_values: int = 0  # as block_values, those that are in fp32 in any precision
+
+    def token_pairs(self, patches: int, patch_pairs: int) -> int:
+        """Return the pairs of a visual token and a later one of its image or frame, from the
+        patches and the pairs of patches within each."""
+        return max(0, patch_pairs // self.merge**4 - patches // self.merge**2) // 2
 
     @property
     def levels(self) -> int:
@@ -234,37 +246,11 @@ def text_tensors(text: TextSizes, names: HFNames) -> Iterator[TensorSpec]:
         for param in layer.params(text.hidden):
             for tensor in param.tensors:
                 full = names.layer(number) + tensor.name
-                yield TensorSpec(full, tensor.shape, Part.decoder, tensor.lora_group)
+                group, learns = tensor.lora_group, tensor.learns
+                yield TensorSpec(full, tensor.shape, Part.decoder, group, learns)
     yield TensorSpec(names.final_norm, (text.hidden,), Part.decoder)
 
-
-# The definition of a model family follows.
 
 # A function that makes queries, keys and values from the output of the tower's first linear, cos,
 # sin and the number of heads.
 TowerHeads = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class VisionMarks:
-    """The special tokens around and in place of images, as the chat template writes them."""
-
-    start: str
-    end: str
-    image: str  # stands for one visual token of an image
-    video: str
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model family; each family has one instance. `tower` builds the vision tower with unset
-    weights from config.json, a device, the switch for recomputing its blocks in the backward, and a
-    function that makes the heads of its attention."""
-
-    model_type: str  # as config.json names it
-    marks: VisionMarks
-    sizes_of: Callable[[PretrainedConfig], ModelSizes]
-    tower: Callable[[PretrainedConfig, torch.device, bool, TowerHeads], torch.nn.Module]
-    # Patterns of names (as of fnmatch) of tensors that are not loaded, and that an export copies
-    # from the checkpoint that was trained.
-    passthrough: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ frames of one size in a row, C width.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -38,41 +39,58 @@ class PackedAttention(nn.Module):
         """Attend within each image or frame. `lengths` are their numbers of patches. `starts`
         (int32, on the device) are their first patches, followed by the end of the last."""
         parts = self.heads(self.qkv(hidden_PC), *position_embeddings, self.num_heads)
-        return self.proj(attend(*parts, lengths, starts).flatten(1))
+        return self.proj(attend_in_frames(*parts, lengths, starts).flatten(1))
 
 
-def attend(
-    query_PND: Tensor, key_PND: Tensor, value_PND: Tensor, lengths: Sequence[int], starts: Tensor
+def attend_in_frames(
+    query_PND: Tensor,
+    key_PND: Tensor,
+    value_PND: Tensor,
+    lengths: Sequence[int],
+    starts: Tensor,
+    scale: float | None = None,
 ) -> Tensor:
-    """Return [P, N, D]: each patch attends to the patches of its image or frame."""
+    """Return [P, N, D]: each patch attends to the patches of its image or frame. `scale` is that of
+    the scores, if it is not D^-0.5."""
     is_flash = query_PND.is_cuda and query_PND.dtype is torch.bfloat16
     if is_flash and query_PND.shape[-1] % 8 == 0:
-        return attend_at_once(query_PND, key_PND, value_PND, lengths, starts)
-    return attend_by_runs(query_PND, key_PND, value_PND, lengths)
+        return attend_at_once(query_PND, key_PND, value_PND, lengths, starts, scale)
+    return attend_by_runs(query_PND, key_PND, value_PND, lengths, scale)
 
 
 def attend_at_once(
-    query_PND: Tensor, key_PND: Tensor, value_PND: Tensor, lengths: Sequence[int], starts: Tensor
+    query_PND: Tensor,
+    key_PND: Tensor,
+    value_PND: Tensor,
+    lengths: Sequence[int],
+    starts: Tensor,
+    scale: float | None = None,
 ) -> Tensor:
     """Attend with one call of torch's kernel for sequences of any lengths."""
     from torch.nn.attention.varlen import varlen_attn
 
     longest = max(lengths)
-    # Only these arguments, by position: the arguments that follow differ from torch 2.10 to 2.13.
-    out_PND: Any = varlen_attn(query_PND, key_PND, value_PND, starts, starts, longest, longest)
+    # These arguments by position: the arguments that follow differ from torch 2.10 to 2.13.
+    more: dict[str, Any] = {} if scale is None else {"scale": scale}
+    parts = query_PND, key_PND, value_PND
+    out_PND: Any = varlen_attn(*parts, starts, starts, longest, longest, **more)
     return out_PND
 
 
 def attend_by_runs(
-    query_PND: Tensor, key_PND: Tensor, value_PND: Tensor, lengths: Sequence[int]
+    query_PND: Tensor,
+    key_PND: Tensor,
+    value_PND: Tensor,
+    lengths: Sequence[int],
+    scale: float | None = None,
 ) -> Tensor:
     """Attend with one call for each run of equal lengths, such as the frames of a video."""
     runs = [(length, len(list(run))) for length, run in groupby(lengths)]
     sizes = [length * count for length, count in runs]
     parts = zip(runs, *(x.split(sizes) for x in (query_PND, key_PND, value_PND)), strict=True)
-    outputs = []
+    outputs, attention = [], partial(F.scaled_dot_product_attention, scale=scale)
     for (length, _), *run_parts in parts:
         inputs_XNLD = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in run_parts)
-        out_XNLD = with_mkl(F.scaled_dot_product_attention, *inputs_XNLD)
+        out_XNLD = with_mkl(attention, *inputs_XNLD)
         outputs.append(out_XNLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)

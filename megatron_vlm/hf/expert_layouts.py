@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.spec import ModelSizes
 
-OF_EXPERTS = ".mlp.experts."  # part of the names of the experts' tensors
+OF_EXPERTS = ".experts."  # part of the names of the experts' tensors
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 

@@ -36,10 +36,11 @@ def gather_tensors(
     grid: RankGroups,
     value_of: Callable[[nn.Parameter], Tensor] = lambda param: param.data,
     of: Callable[[Entry], bool] = lambda entry: entry.origin is Origin.hub,
+    on_host: bool = True,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield every tensor of a Hugging Face checkpoint, one at a time. The first rank of each
-    replica gets its value on the host, and the others get None. `of` chooses other entries. This is
-    a collective: all ranks iterate."""
+    replica gets its value, on the host or on its device, and the others get None. `of` chooses
+    other entries. This is a collective: all ranks iterate."""
     stage = grid.pp.rank
     device = next(iter(held.values())).device
     for entry in table:
@@ -53,7 +54,10 @@ def gather_tensors(
         if entry.stage != 0 and grid.tp.rank == 0 and stage in (0, entry.stage):
             tensors = _send_to_first(tensors, entry.stage, grid.pp, device)
         for index, name in enumerate(entry.names):
-            yield name, tensors[index].cpu() if grid.leads else None
+            if not grid.leads:
+                yield name, None
+            else:
+                yield name, tensors[index].cpu() if on_host else tensors[index]
 
 
 def write_gathered(
@@ -81,9 +85,9 @@ def stored_tensors(
     table: Sequence[Entry],
     grid: RankGroups,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor as `export_hf` writes it, one at a time, on global rank 0, and nothing on
-    the other ranks. This is a collective: all ranks iterate to the end."""
-    named = gather_tensors(held, table, grid) if grid.edp.rank == 0 else iter(())
+    """Yield every tensor as `export_hf` writes it, one at a time, on the device of global rank 0,
+    and nothing on the other ranks. This is a collective: all ranks iterate to the end."""
+    named = gather_tensors(held, table, grid, on_host=False) if grid.edp.rank == 0 else iter(())
     is_first = grid.dp.rank == 0 and grid.leads
     for name, tensor in named:
         if tensor is not None and is_first:

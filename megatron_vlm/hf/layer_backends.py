@@ -58,8 +58,9 @@ class Backend:
         """Yield what this backend cannot build of a decoder."""
         kinds = {
             "gated delta nets": text.delta_net is not None,
-            "gated attention": text.attention.gated,
+            "gated attention": any(each.gated for each in text.attentions),
             "norms that multiply by 1 + weight": text.centered_norms,
+            "norms after attention and MLP": any(type(x) is not LayerSpec for x in text.layers),
         }
         if self.fuses_norms and (found := [kind for kind, is_there in kinds.items() if is_there]):
             reason = f"only the torch backend has the {', '.join(found)} of this checkpoint"

@@ -22,7 +22,6 @@ from megatron_vlm.hf.weight_map import Entry
 Rectangle = tuple[int, int, int, int]  # row, column, rows, columns
 
 FAR_ROW = 2**40  # more rows than any tensor has
-_POSITIONS = ".pos_embed.weight"
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class Matrix:
 
 def is_of_matrices(tensor: TensorSpec) -> bool:
     """Return whether a tensor is a matrix, or consists of those of experts."""
-    if tensor.part in (Part.embed, Part.head) or tensor.name.endswith(_POSITIONS):
+    if tensor.part in (Part.embed, Part.head) or tensor.is_table:
         return False
     dimensions = 3 if OF_EXPERTS in tensor.name else 2
     return len(tensor.shape) == dimensions and min(tensor.shape[-2:]) > 1

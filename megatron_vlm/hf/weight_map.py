@@ -70,6 +70,8 @@ class Entry:
 
     def is_frozen(self, cfg: Config) -> bool:
         """Return whether the parameter stays as it was loaded."""
+        if not all(tensor.learns for tensor in self.hf_tensors):
+            return True
         return self.origin is not Origin.added and not learns(cfg, self.part.switch)
 
     def is_in_blocks(self, lora: LoraConfig) -> bool:
@@ -217,8 +219,8 @@ def name_table(sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entr
 
     entries = [
         entry(f"vision_model.{name.removeprefix(names.vision)}", [name], WHOLE, (0, 0))
-        for name in specs
-        if name.startswith(names.vision)
+        for name, tensor in specs.items()
+        if tensor.part in (Part.vision, Part.merger)
     ]
     entries.append(entry("embedding.word_embeddings.weight", [names.embedding], vocab, (0, 0)))
     for chunk, stage in product(range(dims.virtual_stages), range(dims.pp)):

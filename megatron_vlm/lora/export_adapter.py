@@ -154,11 +154,12 @@ def _render_config(
 def _shortest_names(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> list[str]:
     """Return target_modules. PEFT adapts every module with one of these names, or whose name ends
     with one after a dot. The names are shortened to their last parts if those match no other
-    module."""
+    module, such as one that consists of others."""
     chosen = {module_of(weight) for weight in weights}
     leaves = {name.rpartition(".")[2] for name in chosen}
-    modules = {tensor.name.rpartition(".")[0] for tensor in tensors}
-    matched = {name for name in modules if name.rpartition(".")[2] in leaves}
+    parts = (tensor.name.split(".")[:-1] for tensor in tensors)
+    modules = {tuple(path[:end]) for path in parts for end in range(1, len(path) + 1)}
+    matched = {".".join(path) for path in modules if path[-1] in leaves}
     return sorted(leaves if matched == chosen else chosen)
 
 

@@ -98,7 +98,8 @@ def of_parameters(named: Sequence[str], tensors: Sequence[TensorSpec]) -> list[T
 def parameters(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> list[str]:
     """Return target_parameters for exactly these weights: ends of names where unambiguous."""
     chosen = [weight for weight in weights if is_of_experts(weight)]
-    ends = sorted({"mlp.experts." + weight.name.rpartition(".")[2] for weight in chosen})
+    in_layer = (weight.name.partition(".layers.")[2].partition(".")[2] for weight in chosen)
+    ends = sorted(set(in_layer))
     return ends if of_parameters(ends, tensors) == chosen else [weight.name for weight in chosen]
 
 

@@ -32,7 +32,7 @@ from megatron_vlm.hf.weight_map import (
 
 PREFIX = "base_model.model."  # prefix of every name in PEFT's files
 GROUPS = ("attention", "mlp", "head", "merger", "vision_attention", "vision_mlp")
-_ROUTER = ".mlp.gate.weight"
+_ROUTERS = (".mlp.gate.weight", ".router.proj.weight")
 _SHOWN = 8  # maximum number of names in an error
 
 
@@ -103,11 +103,9 @@ def is_of_experts(tensor: TensorSpec) -> bool:
 
 def _check_no_router(tensors: Sequence[TensorSpec], target: str) -> None:
     for tensor in tensors:
-        if tensor.name.endswith(_ROUTER) and _matches(tensor, target):
+        if tensor.name.endswith(_ROUTERS) and _matches(tensor, target):
             raise ConfigError(
-                f"means the router {module_of(tensor)}, and routers have no adapters here: in "
-                "transformers they are no linear layers, and PEFT leaves them as they are unless "
-                "target_parameters names them",
+                f"means the router {module_of(tensor)}, and routers have no adapters here",
                 key="lora.targets",
                 found=target,
                 remedy="leave it out: mlp means the experts themselves",

@@ -6,7 +6,7 @@ query heads per key/value head, D head size, F half the head size, Q outputs of 
 columns of the cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.family.cpu_matmul import with_mkl
-from megatron_vlm.model.attention_kernels import TORCH, prefer_kernel
+from megatron_vlm.model.attention_kernels import TORCH, attend, prefer_kernel
+from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.fused_ops import FusedOps, gate_output
-from megatron_vlm.model.kv_cache import KVCache
 
 
 class FusedSelfAttention(SelfAttention):
@@ -53,41 +53,38 @@ class FusedSelfAttention(SelfAttention):
 
 
 class SDPACoreAttention(MegatronModule):
-    """Causal attention without a mask: rows are padded on the right, where padding changes no real
-    token."""
+    """Attention among the tokens of a pass, causal without a mask. `kernels` has the kernel of
+    passes without a mask and, where that occurs, of those with one."""
 
     def __init__(
         self,
         config: TransformerConfig,
         softmax_scale: float | None = None,
-        kernel: str = TORCH,
+        kernels: Mapping[bool, str] | None = None,
         **_: Any,
     ):
         super().__init__(config=config)
-        self.softmax_scale, self.kernel = softmax_scale, kernel
+        self.softmax_scale, self.kernels = softmax_scale, kernels or {False: TORCH}
 
     def forward(
-        self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *_: Any, **__: Any
+        self,
+        query_SBND: Tensor,
+        key_SBGD: Tensor,
+        value_SBGD: Tensor,
+        mask_B1SS: Tensor | None = None,
+        **_: Any,
     ) -> Tensor:
-        attend = partial(
-            F.scaled_dot_product_attention,
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=query_SBND.shape[2] != key_SBGD.shape[2],
-        )
-        with prefer_kernel(self.kernel):
-            out_BNSD = with_mkl(
-                attend,
-                query_SBND.permute(1, 2, 0, 3),
-                key_SBGD.permute(1, 2, 0, 3),
-                value_SBGD.permute(1, 2, 0, 3),
-            )
+        compute = partial(attend, mask_B1SS=mask_B1SS, scale=self.softmax_scale)
+        parts = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
+        with prefer_kernel(self.kernels[mask_B1SS is not None]):
+            out_BNSD = with_mkl(compute, *parts)
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 
 
 class CachedAttention(MegatronModule):
     """A backend's core attention and, in generation, the KV cache. The backend attends among the
-    tokens of the prompt; every later token attends to the cache."""
+    tokens of the prompt; every later token attends to the cache, of which a `window` shows it the
+    newest tokens, itself included."""
 
     def __init__(
         self,
@@ -95,23 +92,26 @@ class CachedAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         softmax_scale: float | None = None,
+        window: int | None = None,
         **kwargs: Any,
     ):
         super().__init__(config=config)
-        self.layer_number = layer_number
+        self.layer_number, self.window = layer_number, window
         self.softmax_scale = softmax_scale
         self.backend = backend(
             config=config, layer_number=layer_number, softmax_scale=softmax_scale, **kwargs
         )
-        self.cache: KVCache | None = None  # the pass sets it: model/decoder_layer.py
+        self.context: PassContext | None = None  # the pass sets it
 
     def forward(
         self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if self.cache is not None:
-            cached = self.cache.store(self.layer_number, key_SBGD, value_SBGD)
-            if not self.cache.in_prefill:
-                return self._attend_to_cache(query_SBND[0], *cached, self.cache.mask_B11T)
+        cache = None if self.context is None else self.context.cache
+        if cache is not None:
+            cached = cache.store(self.layer_number, key_SBGD, value_SBGD)
+            if not cache.in_prefill:
+                mask_B11T = cache.mask_of(self.window)
+                return self._attend_to_cache(query_SBND[0], *cached, mask_B11T)
         out_SBH: Tensor = self.backend(query_SBND, key_SBGD, value_SBGD, *args, **kwargs)
         return out_SBH
 

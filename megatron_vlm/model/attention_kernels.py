@@ -1,8 +1,12 @@
-"""Choice of torch's attention kernel that the decoder tries first: `model.attention`. On CUDA
-`auto` measures the kernels once, for all ranks, at the model's own shape."""
+"""Torch's attention, and the choice of its kernel that the decoder tries first: `model.attention`.
+On CUDA `auto` measures the kernels once, for all ranks, at the model's own shape.
+
+Shapes: B rows, S tokens, N query heads, G key/value heads, D head size.
+"""
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +14,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_vlm.config.schema import Config
@@ -18,7 +23,8 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.decoder_layers import FullAttention
+from megatron_vlm.family.attention_limits import WIDEST_OF_FLASH, mask_columns
+from megatron_vlm.family.decoder_layers import Attention
 from megatron_vlm.family.spec import TextSizes
 
 TORCH = "torch"  # torch's own choice
@@ -45,24 +51,76 @@ class AttentionShape:
     head_dim: int
     layers: int  # layers of a stage
     dtype: torch.dtype
+    masked: bool = False
 
     @staticmethod
-    def from_config(
+    def of_kinds(
         cfg: Config, text: TextSizes, dims: ParallelDims, dtype: torch.dtype
-    ) -> "AttentionShape":
-        """Return the shape that training will have, for rows of a usual length."""
+    ) -> "dict[tuple[Attention, bool], AttentionShape]":
+        """Return the shape that training will have of each kind of attention, with and without a
+        mask where both occur, for rows of a usual length."""
         tokens = min(cfg.data.max_tokens, MAX_TRIED_TOKENS)
         rows, max_batch_tokens = cfg.train.micro_batch_size, cfg.train.micro_batch_tokens
         if max_batch_tokens is not None:
             rows = max(1, max_batch_tokens // tokens)
-        attention = text.attention
-        heads, kv_heads = attention.heads // dims.tp, attention.kv_heads // dims.tp
-        is_full = [isinstance(layer.mixer, FullAttention) for layer in text.layers]
-        layers = max(
-            sum(is_full[number] for number in dims.layers_at(place))
+        stages: list[Counter[object]] = [
+            Counter(text.layers[number].mixer for number in dims.layers_at(place))
             for place in range(len(dims.layers_per_stage))
-        )
-        return AttentionShape(rows, heads, kv_heads, tokens, attention.head_dim, layers, dtype)
+        ]
+        return {
+            (each, masked): AttentionShape(
+                *(rows, each.heads // dims.tp, each.kv_heads // dims.tp, tokens, each.head_dim),
+                max(stage[each] for stage in stages),
+                dtype,
+                masked,
+            )
+            for each in text.attentions
+            for masked in passes_of(each)
+        }
+
+
+def passes_of(attention: Attention) -> tuple[bool, ...]:
+    """Return whether its passes have a mask: those with pictures and long rows need one for a
+    window."""
+    return (False,) if attention.window is None else (False, True)
+
+
+def attend(
+    query_BNSD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    mask_B1SS: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attend with a mask that is added to the scores, or causally without one. Rows are padded on
+    the right, where padding changes no real token.
+
+    Keys are repeated where flash attention cannot run, since it alone always takes fewer key heads
+    than query heads: with those, torch would silently compute the whole matrix of scores in place
+    of efficient attention."""
+    repeats = query_BNSD.shape[1] // key_BGSD.shape[1]
+    if repeats > 1 and (mask_B1SS is not None or query_BNSD.shape[3] > WIDEST_OF_FLASH):
+        key_BGSD = key_BGSD.repeat_interleave(repeats, dim=1)
+        value_BGSD = value_BGSD.repeat_interleave(repeats, dim=1)
+    return F.scaled_dot_product_attention(
+        query_BNSD,
+        key_BGSD,
+        value_BGSD,
+        attn_mask=mask_B1SS,
+        is_causal=mask_B1SS is None,
+        scale=scale,
+        enable_gqa=query_BNSD.shape[1] != key_BGSD.shape[1],
+    )
+
+
+def as_added(sees_B1SS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask that is added to the scores. Torch would make it from `sees_B1SS` in each
+    layer again, and keep each for the backward."""
+    *shape, columns = sees_B1SS.shape
+    mask = torch.full(
+        (*shape, mask_columns(columns)), float("-inf"), dtype=dtype, device=sees_B1SS.device
+    )
+    return mask[..., :columns].masked_fill_(sees_B1SS, 0.0)
 
 
 def prefer_kernel(kernel: str) -> AbstractContextManager[None]:
@@ -94,7 +152,10 @@ def choose_kernel(setting: str, shape: AttentionShape, platform: Platform) -> st
     chosen = fastest_kernel(rank_times)
     if torch.distributed.get_rank() == 0 and len(local_times) > 1:
         times = ", ".join(f"{kernel} {1e3 * took:.2f} ms" for kernel, took in local_times.items())
-        print_to_user(f"model.attention=auto takes {chosen} (a micro-batch's attention: {times})")
+        kind = f"heads of {shape.head_dim}{' with a mask' * shape.masked}"
+        print_to_user(
+            f"model.attention=auto takes {chosen} for {kind} (a micro-batch's attention: {times})"
+        )
     return chosen
 
 
@@ -135,12 +196,15 @@ def _seconds(kernel: str, shape: AttentionShape, tokens: int, platform: Platform
         zeros(shape.rows, heads, tokens, shape.head_dim)
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
-    shared = shape.heads != shape.kv_heads
+    mask_B1SS = None
+    if shape.masked:
+        sees = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=platform.device)
+        mask_B1SS = as_added(sees.expand(shape.rows, -1, -1, -1), shape.dtype)
     only = nullcontext() if kernel == TORCH else sdpa_kernel(KERNELS[kernel])
     platform.wait()
     start = time.perf_counter()
     with only, torch.enable_grad():
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared)
+        out = attend(query, key, value, mask_B1SS)
         out.backward(out.detach())
     platform.wait()
     return time.perf_counter() - start

@@ -12,20 +12,19 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.family.spec import Family, ModelSizes, TextSizes
+from megatron_vlm.family.family import Family
+from megatron_vlm.family.spec import ModelSizes, TextSizes
 from megatron_vlm.hf.block_weight import BlockWeight, replace_parameter
 from megatron_vlm.hf.layer_backends import BACKENDS
-from megatron_vlm.model.attention_kernels import TORCH, AttentionShape, choose_kernel
+from megatron_vlm.model.attention_kernels import AttentionShape, choose_kernel
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.delta_kernels import choose_delta_rule
-from megatron_vlm.model.experts import ExpertMLP
 from megatron_vlm.model.fp32_weight_grads import accumulates_fp32
 from megatron_vlm.model.fused_ops import FusedOps, compiles
 from megatron_vlm.model.gated_delta_net import keeps_fp32
 from megatron_vlm.model.layer_specs import BuildOptions, block_spec
-from megatron_vlm.model.megatron_versions import LayerPart
 from megatron_vlm.model.offload_activations import ActivationOffload
-from megatron_vlm.model.rope import InterleavedMRoPE
+from megatron_vlm.model.rope import build_rotary
 from megatron_vlm.model.stage_model import StageModel
 
 
@@ -57,21 +56,23 @@ def transformer_config(
             moe_router_pre_softmax=True,  # the router chooses from probabilities
             moe_ffn_hidden_size=text.experts.width,
         )
+    # Megatron's config has room for one kind of attention. Layers of others have their own sizes.
+    attention = text.attentions[0]
     return TransformerConfig(
         num_layers=text.num_layers,
         hidden_size=text.hidden,
         ffn_hidden_size=text.dense_width,
-        num_attention_heads=text.attention.heads,
-        num_query_groups=text.attention.kv_heads,
-        kv_channels=text.attention.head_dim,
+        num_attention_heads=attention.heads,
+        num_query_groups=attention.kv_heads,
+        kv_channels=attention.head_dim,
         qk_layernorm=True,
         normalization="RMSNorm",
         layernorm_epsilon=text.norm_eps,
-        attention_output_gate=text.attention.gated,
+        attention_output_gate=attention.gated,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        mrope_section=list(text.mrope_section),
+        mrope_section=[],  # StageModel replaces Megatron's rotary embedding
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -135,15 +136,17 @@ def build_chunks(
         # Memory of the host is allocated only once something is written there.
         config.use_cpu_initialization, unset_on = True, torch.device("cpu")
     chains = FusedOps.compile() if compiled else FusedOps()
-    kernel = TORCH
+    shapes = {}
     if not BACKENDS[cfg.model.backend].has_own_kernels:
-        shape = AttentionShape.from_config(cfg, sizes.text, dims, config.params_dtype)
-        kernel = choose_kernel(cfg.model.attention, shape, platform)
+        shapes = AttentionShape.of_kinds(cfg, sizes.text, dims, config.params_dtype)
+    kernels = {
+        kind: choose_kernel(cfg.model.attention, shape, platform) for kind, shape in shapes.items()
+    }
     rule = None
     if (net := sizes.text.delta_net) is not None:
         rule = choose_delta_rule(cfg.model.delta_rule, net, config.params_dtype, platform)
-    expert_params = {"group": grid.ep.group, "device": unset_on, "sizes": sizes.text.experts}
-    expert_mlp = LayerPart(ExpertMLP, {"chains": chains, **expert_params})
+    backend, group = cfg.model.backend, grid.ep.group
+    options = BuildOptions(backend, chains, kernels, group, unset_on, sizes.tokens, rule)
     share = cfg.model.offload_activations
     offload = ActivationOffload(share, platform.device) if share else None
     chunks = []
@@ -152,25 +155,20 @@ def build_chunks(
         if grid.first and chunk == 0:
             again = cfg.model.recompute_vision
             tower = family.tower(hf_config, platform.device, again, chains.tower_heads)
-        text = sizes.text
-        rotary = InterleavedMRoPE(
-            *(text.attention.rotary_dim, text.rope_theta, list(text.mrope_section)),
-            platform.device,
-            None if BACKENDS[cfg.model.backend].fuses_norms else config.params_dtype,
-        )
+        dtype = None if BACKENDS[cfg.model.backend].fuses_norms else config.params_dtype
         model = StageModel(
             config,
             sizes,
             padded_vocab=dims.padded_vocab(sizes.text.vocab),
             layers=block_spec(
-                BuildOptions(cfg.model.backend, chains, kernel, expert_mlp, rule),
+                options,
                 sizes.text,
                 [sizes.text.layers[number] for number in dims.layers_of(stage, chunk)],
             ),
             tower=tower,
             last=grid.is_last_stage and chunk == dims.virtual_stages - 1,
             share_images=cfg.model.share_images,
-            rotary=rotary,
+            rotary=build_rotary(sizes.text, platform.device, dtype),
             chunk=chunk if dims.virtual_stages > 1 else None,
             offload=offload,
         )

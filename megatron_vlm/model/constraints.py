@@ -38,7 +38,7 @@ def check_config(cfg: Config, sizes: "ModelSizes", dims: ParallelDims) -> None:
     experts = text.experts.count if text.experts else 0
     counts = Counts(text.num_layers, text.divided_by_tp, deepstack, experts)
     check_layout(counts, dims)
-    check_router_losses(cfg, counts)
+    check_router_keys(cfg, counts)
 
 
 def check_supported(cfg: Config) -> None:
@@ -100,16 +100,19 @@ def check_layout(counts: Counts, dims: ParallelDims) -> None:
         )
 
 
-def check_router_losses(cfg: Config, counts: Counts) -> None:
-    """Refuse a router loss for a model that has no router."""
-    for key in ("router_balance_loss", "router_z_loss"):
-        if (coefficient := getattr(cfg.model, key)) and not counts.experts:
+def check_router_keys(cfg: Config, counts: Counts) -> None:
+    """Refuse a router loss, or a replay of a router's choices, for a model that has no router."""
+    for key, found, off in (
+        ("model.router_balance_loss", cfg.model.router_balance_loss, "0"),
+        ("model.router_z_loss", cfg.model.router_z_loss, "0"),
+        ("rl.replay_routing", cfg.rl.replay_routing, "false"),
+    ):
+        if found and not counts.experts:
             raise ConfigError(
                 ": the model has no experts, so it has no router",
-                key=f"model.{key}",
-                found=coefficient,
-                allowed=(0,),
-                remedy=f"set model.{key}=0",
+                key=key,
+                found=found,
+                remedy=f"set {key}={off}",
             )
 
 

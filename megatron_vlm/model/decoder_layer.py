@@ -3,11 +3,12 @@ one pass of a micro-batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.offload_activations import OffloadPass
@@ -17,12 +18,16 @@ from megatron_vlm.model.router import Routing
 @dataclass(frozen=True)
 class PassContext:
     """Values that the layers of a chunk read in one pass of a micro-batch, besides hidden states:
-    the routing of its tokens to experts, in generation the cache of its rows, and in training what
-    moves their activations to the host."""
+    the ids of its tokens and their routing to experts, in generation the cache of its rows, and in
+    training what moves their activations to the host."""
 
+    ids_BS: Tensor
     routing: Routing
     cache: KVCache | None = None
     offload: OffloadPass | None = None
+    has_visuals: bool = True  # whether there are images or videos; the host knows it in advance
+    # Masks of attention that layers share, by what they depend on. The first of them makes each.
+    masks: dict[object, Tensor] = field(default_factory=dict)
 
     @contextmanager
     def on(self, layer: Any) -> Iterator[None]:
@@ -30,11 +35,11 @@ class PassContext:
         if self.offload is not None:
             self.offload.begin_layer(layer)
         mixer = getattr(layer.self_attention, "core_attention", layer.self_attention)
-        mixer.cache, layer.mlp.routing = self.cache, self.routing
+        mixer.context, layer.mlp.routing = self, self.routing
         try:
             yield
         finally:
-            mixer.cache = layer.mlp.routing = None
+            mixer.context = layer.mlp.routing = None
 
 
 class DecoderLayer(TransformerLayer):
@@ -62,3 +67,15 @@ class DecoderLayer(TransformerLayer):
         if context is None:
             return hidden_SBH, None
         return hidden_SBH + context[0], context[1:] if len(context) > 1 else None
+
+
+class ScaledDecoderLayer(DecoderLayer):
+    """Decoder layer whose output is multiplied by a scalar that does not learn."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        hidden_SBH, features = super().forward(*args, **kwargs)
+        return hidden_SBH * self.layer_scalar, features

@@ -59,7 +59,7 @@ class ExpertMLP(MegatronModule):
         **_: Any,
     ):
         super().__init__(config=config)
-        self.group, self.swiglu = group, chains.swiglu
+        self.group, self.activation = group, chains.swiglu
         ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         experts, width = sizes.count, sizes.width
         assert experts % ranks == 0
@@ -67,6 +67,8 @@ class ExpertMLP(MegatronModule):
         self.layer = 0  # `set_layer_number` sets it
         self.routing: Routing | None = None  # the pass sets it: model/decoder_layer.py
         self.load = [0] * experts  # per expert, the tokens that this rank has sent in training
+        # Those among them that a batch routes, and that the router would send elsewhere.
+        self.rerouted_2 = torch.zeros(2, dtype=torch.long, device=device)
 
         def weight(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=config.params_dtype)
@@ -92,24 +94,37 @@ class ExpertMLP(MegatronModule):
         assert routing is not None
         places_N = routing.places_N
         hidden_NH = flat_H if places_N is None else flat_H.index_select(0, places_N)
-        chosen_NK, weights_NK = route(hidden_NH, self.router, self.top_k, routing, self.layer)
+        out_NH = self.mix(hidden_NH, routing)
+        if places_N is None:
+            return out_NH.view_as(hidden_SBH), None
+        out_H = torch.zeros_like(flat_H).index_copy(0, places_N, out_NH)
+        return out_H.view_as(hidden_SBH), None
+
+    def mix(self, hidden_NH: Tensor, routing: Routing) -> Tensor:
+        """Return the sum of the experts' outputs for each token."""
+        given = route(hidden_NH, self.router, self.top_k, routing, self.layer)
+        out_NH = self.weighted_sum(hidden_NH, *given, routing)
+        if self.shared_expert is not None:
+            out_NH = out_NH + self.shared_expert(hidden_NH)
+        return out_NH
+
+    def weighted_sum(
+        self, hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor, routing: Routing
+    ) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts."""
         is_replay = self.layer in routing.counts
         counts = routing.counts_of(self.layer, self.experts, self.group)
         if self.training and not is_replay:
             self.load = [a + b for a, b in zip(self.load, counts[self.rank], strict=True)]
+            if self.layer in routing.rerouted:
+                self.rerouted_2 += routing.rerouted[self.layer]
 
         order_M = chosen_NK.flatten().argsort(stable=True)  # sorted by expert, and so by rank
         back_M = order_M.argsort()
         sent_MH = _Take.apply(hidden_NH, order_M // self.top_k, back_M)
         got_MH = self._experts(sent_MH, counts)
         by_token_NKH = _Take.apply(got_MH, back_M, order_M).unflatten(0, (-1, self.top_k))
-        out_NH = (weights_NK[:, None] @ by_token_NKH)[:, 0]
-        if self.shared_expert is not None:
-            out_NH = out_NH + self.shared_expert(hidden_NH)
-        if places_N is None:
-            return out_NH.view_as(hidden_SBH), None
-        out_H = torch.zeros_like(flat_H).index_copy(0, places_N, out_NH)
-        return out_H.view_as(hidden_SBH), None
+        return (weights_NK[:, None] @ by_token_NKH)[:, 0]
 
     def _experts(self, sent_MH: Tensor, counts: Counts) -> Tensor:
         """Return the experts' results, from all ranks, for this rank's rows, sorted by expert."""
@@ -135,7 +150,7 @@ class ExpertMLP(MegatronModule):
         return out_MH
 
     def _mlp(self, x_MH: Tensor, counts: Sequence[int]) -> Tensor:
-        out_MH: Tensor = self.down(self.swiglu(self.gate_up(x_MH, counts)), counts)
+        out_MH: Tensor = self.down(self.activation(self.gate_up(x_MH, counts)), counts)
         return out_MH
 
 

@@ -46,6 +46,13 @@ def swiglu(both_SB2I: Tensor) -> Tensor:
     return F.silu(gate_SBI) * up_SBI
 
 
+def geglu(both_SB2I: Tensor) -> Tensor:
+    """Multiply the second half of the values by GELU of the first half, by the formula with
+    tanh."""
+    gate_SBI, up_SBI = both_SB2I.chunk(2, dim=-1)
+    return F.gelu(gate_SBI, approximate="tanh") * up_SBI
+
+
 def heads(
     mixed_SBQ: Tensor,
     cos_SBF: Tensor,
@@ -116,6 +123,18 @@ def tower_heads(
     return *(each.to(mixed_PQ.dtype) for each in rotated), value_PND.contiguous()
 
 
+def rotate(x_SBND: Tensor, cos_SBF: Tensor, sin_SBF: Tensor) -> Tensor:
+    """Rotate the first F values of a head together with those that are half a head away."""
+    count = cos_SBF.shape[-1]
+    if 2 * count == x_SBND.shape[-1]:
+        return _rotate(x_SBND, cos_SBF, sin_SBF)
+    first, second = x_SBND.chunk(2, dim=-1)
+    turned = torch.cat([first[..., :count], second[..., :count]], dim=-1)
+    turned_first, turned_second = _rotate(turned, cos_SBF, sin_SBF).chunk(2, dim=-1)
+    kept_first, kept_second = first[..., count:], second[..., count:]
+    return torch.cat([turned_first, kept_first, turned_second, kept_second], dim=-1)
+
+
 def _rotate(x_SBND: Tensor, cos_SBF: Tensor, sin_SBF: Tensor) -> Tensor:
     """Rotate each value together with the value that is half a head away."""
     first, second = x_SBND.chunk(2, dim=-1)
@@ -129,6 +148,7 @@ class FusedOps:
 
     norm: Callable[[Tensor, Tensor, float], Tensor] = norm
     swiglu: Callable[[Tensor], Tensor] = swiglu
+    geglu: Callable[[Tensor], Tensor] = geglu
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = heads
     tower_heads: TowerHeads = tower_heads
     centered_norm: Callable[[Tensor, Tensor, float], Tensor] = centered_norm

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.family.decoder_layers import GatedDeltaNet
+from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.delta_kernels import DeltaRule
 from megatron_vlm.model.delta_rule import delta_step
 from megatron_vlm.model.kv_cache import KVCache
@@ -86,7 +87,7 @@ class GatedDeltaMixer(MegatronModule):
             skip_bias_add=True,
             tp_group=self.tp,
         )
-        self.cache: KVCache | None = None  # the pass sets it: model/decoder_layer.py
+        self.context: PassContext | None = None  # the pass sets it
 
     def forward(
         self, hidden_SBH: Tensor, attention_mask: None = None, **_: Any
@@ -99,12 +100,13 @@ class GatedDeltaMixer(MegatronModule):
         mixed_BSC, gate_BSX, beta_BSV, a_BSV = parts
         beta_BSV = beta_BSV.float().sigmoid()
         decay_BSV = -self.A_log.exp() * F.softplus(a_BSV.float() + self.dt_bias.float())
-        if self.cache is None:
+        cache = None if self.context is None else self.context.cache
+        if cache is None:
             out_BSVE, _state = self._rule(_convolve(mixed_BSC, self.conv1d), decay_BSV, beta_BSV)
-        elif self.cache.in_prefill:
-            out_BSVE = self._prefill(self.cache, mixed_BSC, decay_BSV, beta_BSV)
+        elif cache.in_prefill:
+            out_BSVE = self._prefill(cache, mixed_BSC, decay_BSV, beta_BSV)
         else:
-            out_BSVE = self._decode(self.cache, mixed_BSC, decay_BSV, beta_BSV)
+            out_BSVE = self._decode(cache, mixed_BSC, decay_BSV, beta_BSV)
         gated_BSX = self._gated_norm(out_BSVE, gate_BSX)
         return self.out_proj(gated_BSX.transpose(0, 1).contiguous())
 

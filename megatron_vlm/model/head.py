@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vlm.model.log_probs import Extra, Factors, logits_of, part_of, predict, slices
+from megatron_vlm.model.log_probs import Extra, Products, logits_of, part_of, predict, slices
 from megatron_vlm.model.lumped_log_probs import predict_lumped
 from megatron_vlm.model.vision import mark_ready_with_zero_grads
 
@@ -53,18 +53,19 @@ class OutputLayer:
     weight_VH: Tensor
     vocab: int
     tp_group: dist.ProcessGroup
+    cap: float | None = None  # logits are cap * tanh(logits / cap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return this rank's part of the logits of hidden states [S, B, H]."""
         logits: Tensor = self.layer(hidden, weight=self.weight_VH)[0]
-        return logits
+        return logits if self.cap is None else self.cap * (logits / self.cap).tanh()
 
-    def products(self, hidden_NH: Tensor) -> list[Factors]:
-        """Return the products whose sum are the logits."""
+    def products(self, hidden_NH: Tensor) -> Products:
+        """Return the products that make the logits."""
         products = [(hidden_NH, self.weight_VH)]
         if (adapters := getattr(self.layer, "lora", None)) is not None:
             products.append(adapters.factors(hidden_NH))
-        return products
+        return Products(products, self.cap)
 
     def predict(
         self,

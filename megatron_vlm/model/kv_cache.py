@@ -49,6 +49,14 @@ class KVCache:
         self.last_B = lengths_B - 1
         self.mask_B11T = (columns_T < lengths_B[:, None])[:, None, None]
 
+    def mask_of(self, window: int | None) -> Tensor | None:
+        """Return the columns that a newest token attends to, of which a window is the last ones."""
+        if window is None or max(self.lengths) <= window or self.mask_B11T is None:
+            return self.mask_B11T
+        assert self.last_B is not None
+        columns_T = torch.arange(max(self.lengths), device=self.device)
+        return self.mask_B11T & (columns_T > self.last_B[:, None, None, None] - window)
+
     def keep(self, rows: Sequence[int]) -> None:
         """Continue with these rows, in this order. Only rows whose place changes are copied."""
         all_stay = list(rows) == list(range(len(self.lengths)))

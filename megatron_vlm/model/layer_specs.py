@@ -1,41 +1,69 @@
 """Decoder layer as Megatron's ModuleSpec: the class that fills each place, for each backend."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch import Tensor
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.decoder_layers import Experts, GatedDeltaNet, LayerSpec
-from megatron_vlm.family.spec import TextSizes
+from megatron_vlm.family.decoder_layers import (
+    Attention,
+    DenseMLP,
+    Experts,
+    FullAttention,
+    GatedDeltaNet,
+    LayerSpec,
+)
+from megatron_vlm.family.gemma4.layer_kinds import (
+    ExpertsBesideMLP,
+    NormedMLP,
+    ScaledLayer,
+    UnscaledAttention,
+)
+from megatron_vlm.family.spec import TextSizes, Tokens
 from megatron_vlm.hf.layer_backends import BACKENDS
 from megatron_vlm.model.attention import CachedAttention, FusedSelfAttention, SDPACoreAttention
-from megatron_vlm.model.decoder_layer import DecoderLayer
+from megatron_vlm.model.attention_kernels import passes_of
+from megatron_vlm.model.decoder_layer import DecoderLayer, ScaledDecoderLayer
 from megatron_vlm.model.delta_kernels import DeltaRule
+from megatron_vlm.model.experts import ExpertMLP
 from megatron_vlm.model.fused_ops import FusedOps, Norm
 from megatron_vlm.model.gated_delta_net import GatedDeltaMixer
 from megatron_vlm.model.megatron_versions import ChainActivation, LayerMLP, LayerPart
+from megatron_vlm.model.normed_mlp import MLPBesideExperts, PostNormMLP
+from megatron_vlm.model.rope import rotary_spans
+from megatron_vlm.model.unscaled_attention import UnscaledSelfAttention
 
 
 @dataclass(frozen=True)
 class BuildOptions:
     """Choices that all layers of a model share. Transformer Engine has attention and norms of its
-    own in place of `kernel` and `chains`."""
+    own in place of `kernels` and `chains`."""
 
     backend: str
     chains: FusedOps
-    kernel: str  # for attention
-    expert_mlp: LayerPart
+    kernels: Mapping[tuple[Attention, bool], str]  # for each kind of attention, masked or not
+    expert_group: dist.ProcessGroup
+    unset_on: torch.device  # device of the unset weights of experts
+    tokens: Tokens
     delta_rule: DeltaRule | None = None
+
+    def kernels_of(self, attention: Attention) -> dict[bool, str]:
+        """Return the kernels of a kind of attention, with and without a mask."""
+        return {masked: self.kernels[attention, masked] for masked in passes_of(attention)}
 
 
 def _norm(options: BuildOptions, text: TextSizes) -> Any:
@@ -47,41 +75,98 @@ def _norm(options: BuildOptions, text: TextSizes) -> Any:
     return ModuleSpec(module=Norm, params=params)
 
 
-def torch_layer_spec(options: BuildOptions, text: TextSizes) -> ModuleSpec:
-    """Return Megatron's parallel linears around torch's attention and chains of small
-    operations."""
-    chains, norm = options.chains, _norm(options, text)
-    attention = SelfAttentionSubmodules(
+# A function that returns the places of a layer that a part fills, and with what, from the part's
+# description.
+Builder = Callable[[BuildOptions, TextSizes, Any], dict[str, Any]]
+
+
+def _attention(options: BuildOptions, text: TextSizes, attention: FullAttention) -> dict[str, Any]:
+    norm = _norm(options, text)
+    core = partial(SDPACoreAttention, kernels=options.kernels_of(attention))
+    submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
-        core_attention=partial(CachedAttention, partial(SDPACoreAttention, kernel=options.kernel)),
+        core_attention=partial(CachedAttention, core),
         linear_proj=RowParallelLinear,
         q_layernorm=norm,
         k_layernorm=norm,
     )
-    mlp = MLPSubmodules(
+    params = {"attn_mask_type": AttnMaskType.causal, "chains": options.chains}
+    return {"self_attention": ModuleSpec(FusedSelfAttention, params, submodules)}
+
+
+def _delta_net(options: BuildOptions, _: TextSizes, net: GatedDeltaNet) -> dict[str, Any]:
+    params = {"sizes": net, "rule": options.delta_rule}
+    return {"self_attention": ModuleSpec(GatedDeltaMixer, params)}
+
+
+def _mlp_submodules(activation: Callable[[Tensor], Tensor]) -> MLPSubmodules:
+    return MLPSubmodules(
         linear_fc1=ColumnParallelLinear,
-        activation_func=ModuleSpec(ChainActivation, {"chain": chains.swiglu}),
+        activation_func=ModuleSpec(ChainActivation, {"chain": activation}),
         linear_fc2=RowParallelLinear,
     )
-    return ModuleSpec(
-        module=DecoderLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=FusedSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal, "chains": chains},
-                submodules=attention,
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=LayerPart(LayerMLP, {"submodules": mlp}),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
 
 
-def te_layer_spec() -> ModuleSpec:
-    """Return Megatron's Transformer Engine layer, with DeepStack."""
+def _dense_mlp(options: BuildOptions, _: TextSizes, mlp: DenseMLP) -> dict[str, Any]:
+    submodules = _mlp_submodules(options.chains.swiglu)
+    return {"mlp": LayerPart(LayerMLP, {"submodules": submodules})}
+
+
+def _expert_part(module: type[ExpertMLP], options: BuildOptions, experts: Experts) -> LayerPart:
+    params = {"group": options.expert_group, "device": options.unset_on, "sizes": experts}
+    return LayerPart(module, {"chains": options.chains, **params})
+
+
+def _experts(options: BuildOptions, text: TextSizes, experts: Experts) -> dict[str, Any]:
+    mlp = _expert_part(ExpertMLP, options, experts)
+    # Transformer Engine's dense layer has the norm inside the MLP's first linear layer.
+    return {"pre_mlp_layernorm": _norm(options, text), "mlp": mlp}
+
+
+def _unscaled_attention(
+    options: BuildOptions, text: TextSizes, attention: UnscaledAttention
+) -> dict[str, Any]:
+    params = {
+        "sizes": attention,
+        "chains": options.chains,
+        "kernels": options.kernels_of(attention),
+        "rotary_span": rotary_spans(text)[attention],
+        "tokens": options.tokens,
+    }
+    return {"self_attention": ModuleSpec(UnscaledSelfAttention, params)}
+
+
+def _normed_mlp(options: BuildOptions, text: TextSizes, mlp: NormedMLP) -> dict[str, Any]:
+    submodules = _mlp_submodules(options.chains.geglu)
+    params = {"submodules": submodules, "chains": options.chains}
+    return {"pre_mlp_layernorm": _norm(options, text), "mlp": LayerPart(PostNormMLP, params)}
+
+
+def _experts_beside_mlp(
+    options: BuildOptions, _: TextSizes, experts: ExpertsBesideMLP
+) -> dict[str, Any]:
+    mlp = _expert_part(MLPBesideExperts, options, experts)
+    return {"pre_mlp_layernorm": IdentityOp, "mlp": mlp}  # its parts have norms of their own
+
+
+# The builder of each kind of part, and the class of each kind of layer, by its description.
+BUILDERS: dict[type, Builder] = {
+    FullAttention: _attention,
+    GatedDeltaNet: _delta_net,
+    DenseMLP: _dense_mlp,
+    Experts: _experts,
+    UnscaledAttention: _unscaled_attention,
+    NormedMLP: _normed_mlp,
+    ExpertsBesideMLP: _experts_beside_mlp,
+}
+LAYER_MODULES: dict[type[LayerSpec], type[DecoderLayer]] = {
+    LayerSpec: DecoderLayer,
+    ScaledLayer: ScaledDecoderLayer,
+}
+
+
+def _te_submodules() -> TransformerLayerSubmodules:
+    """Return the parts of Megatron's Transformer Engine layer."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
@@ -93,29 +178,32 @@ def te_layer_spec() -> ModuleSpec:
         ) from error
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
-    attention = spec.submodules.self_attention.submodules
+    submodules: TransformerLayerSubmodules = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=True
+    ).submodules
+    attention = submodules.self_attention.submodules
     attention.core_attention = partial(CachedAttention, attention.core_attention)
-    return replace(spec, module=DecoderLayer)
+    return submodules
 
 
 def block_spec(
     options: BuildOptions, text: TextSizes, layers: Sequence[LayerSpec]
 ) -> TransformerBlockSubmodules:
     """Return these decoder layers of one stage, and the norm that follows the model's last one."""
-    norm = _norm(options, text)
-    is_te = BACKENDS[options.backend].fuses_norms
-    base = te_layer_spec() if is_te else torch_layer_spec(options, text)
+    norm, builders = _norm(options, text), BUILDERS
+    if BACKENDS[options.backend].fuses_norms:
+        base, builders = _te_submodules(), {Experts: _experts}
+    else:
+        add = get_bias_dropout_add
+        base = TransformerLayerSubmodules(
+            input_layernorm=norm, self_attn_bda=add, pre_mlp_layernorm=norm, mlp_bda=add
+        )
 
     def spec_of(layer: LayerSpec) -> ModuleSpec:
         parts: dict[str, Any] = {}
-        if isinstance(layer.mixer, GatedDeltaNet):
-            parts["self_attention"] = ModuleSpec(
-                module=GatedDeltaMixer, params={"sizes": layer.mixer, "rule": options.delta_rule}
-            )
-        if isinstance(layer.ffn, Experts):
-            # Transformer Engine's dense layer has the norm inside the MLP's first linear layer.
-            parts |= {"pre_mlp_layernorm": norm, "mlp": options.expert_mlp}
-        return replace(base, submodules=replace(base.submodules, **parts))
+        for part in (layer.mixer, layer.ffn):
+            if (build := builders.get(type(part))) is not None:
+                parts |= build(options, text, part)
+        return ModuleSpec(LAYER_MODULES[type(layer)], submodules=replace(base, **parts))
 
     return TransformerBlockSubmodules([spec_of(layer) for layer in layers], layer_norm=norm)

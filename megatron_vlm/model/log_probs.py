@@ -12,6 +12,7 @@ an input, V this rank's part of the padded vocabulary, v a slice of V.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,22 +24,34 @@ Extra = Literal["entropy", "hits"]
 Factors = tuple[Tensor, Tensor]  # an input [N, I] and a weight [V, I]: logits are input @ weight.T
 
 
-def part_of(
-    products: Sequence[Factors], vocab: int, tp_group: dist.ProcessGroup
-) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Products:
+    """Products whose sum is the logits, which a cap bends: cap * tanh(sum / cap)."""
+
+    factors: Sequence[Factors]
+    cap: float | None = None
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """The inputs and weights, one after the other."""
+        return [factor for pair in self.factors for factor in pair]
+
+
+def part_of(products: Products, vocab: int, tp_group: dist.ProcessGroup) -> tuple[int, int]:
     """Return the first token of this rank's part of the vocabulary and the length of the part."""
-    rows = len(products[0][1])
+    rows = len(products.factors[0][1])
     first = dist.get_rank(tp_group) * rows
     return first, min(max(vocab - first, 0), rows)
 
 
-def logits_of(products: Sequence[Factors], start: int, end: int) -> Tensor:
+def logits_of(products: Products, start: int, end: int) -> Tensor:
     """Return the logits [N, v] of a slice of this rank's part of the vocabulary, summed in fp32."""
-    (hidden_NH, weight_VH), *others = products
+    (hidden_NH, weight_VH), *others = products.factors
     logits_Nv = (hidden_NH @ weight_VH[start:end].T).float()
     for input_NI, weight_VI in others:
         _add_product(logits_Nv, input_NI, weight_VI[start:end].T)
-    return logits_Nv
+    cap = products.cap
+    return logits_Nv if cap is None else logits_Nv.div_(cap).tanh_().mul_(cap)
 
 
 class VocabShard:
@@ -96,25 +109,34 @@ def slices(tokens: int, valid: int) -> Iterator[tuple[int, int]]:
 
 
 def factor_gradients(
-    ctx: Any, factors: Sequence[Tensor], slope_of: Callable[[int, int], Tensor]
+    ctx: Any,
+    products: Products,
+    stored_Nv: Tensor | None,
+    slope_of: Callable[[Tensor, int], Tensor],
 ) -> list[Tensor | None]:
     """Return the gradient of each factor that needs one. `slope_of` returns the gradient [N, v] of
-    the logits of a slice. Gradients of inputs are summed over all ranks, as each has only its part
-    of the weight."""
-    products, grads = factor_pairs(factors), []
-    needed = factor_pairs(ctx.needs_input_grad[-len(factors) :])
-    for (input_NI, weight_VI), (of_input, of_weight) in zip(products, needed, strict=True):
+    the logits of a slice, from what the forward stored or else from these logits. Gradients of
+    inputs are summed over all ranks, as each has only its part of the weight."""
+    pairs, cap, grads = products.factors, products.cap, []
+    assert stored_Nv is None or cap is None, "the slope of a cap needs the logits"
+    needed = factor_pairs(ctx.needs_input_grad[-2 * len(pairs) :])
+    for (input_NI, weight_VI), (of_input, of_weight) in zip(pairs, needed, strict=True):
         grad_NI = torch.zeros_like(input_NI, dtype=torch.float) if of_input else None
         grads.append((grad_NI, torch.zeros_like(weight_VI) if of_weight else None))
     for start, end in ctx.slices:
-        slope_Nv = slope_of(start, end).to(factors[0].dtype)
-        for (input_NI, weight_VI), (grad_NI, grad_VI) in zip(products, grads, strict=True):
+        logits_Nv = logits_of(products, start, end) if stored_Nv is None else stored_Nv
+        bend_Nv = None if cap is None else 1 - (logits_Nv / cap).square()
+        slope_Nv = slope_of(logits_Nv, start)
+        if bend_Nv is not None:
+            slope_Nv = slope_Nv.mul_(bend_Nv)
+        slope_Nv = slope_Nv.to(pairs[0][0].dtype)
+        for (input_NI, weight_VI), (grad_NI, grad_VI) in zip(pairs, grads, strict=True):
             if grad_NI is not None:
                 _add_product(grad_NI, slope_Nv, weight_VI[start:end])
             if grad_VI is not None:
                 torch.mm(slope_Nv.T, input_NI, out=grad_VI[start:end])
     result = []
-    for (input_NI, _), (grad_NI, grad_VI) in zip(products, grads, strict=True):
+    for (input_NI, _), (grad_NI, grad_VI) in zip(pairs, grads, strict=True):
         if grad_NI is not None:
             dist.all_reduce(grad_NI, group=ctx.group)
             grad_NI = grad_NI.to(input_NI.dtype)
@@ -136,7 +158,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def predict(
-    products: Sequence[Factors],
+    products: Products,
     targets_M: Tensor,
     vocab: int,
     tp_group: dist.ProcessGroup,
@@ -144,8 +166,8 @@ def predict(
     of_M: Tensor | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each target [M] in fp32, from logits that are the sum of these
-    products, and the extra [N]: the entropy of each distribution in nats, or 1 where the target is
+    """Return the log-prob of each target [M] in fp32, from the logits of these products, and the
+    extra [N]: the entropy of each distribution in nats, or 1 where the target is
     the most likely token. Rows of the weights past the real vocabulary get no probability. `of_M`
     is the place of each target where places have several, which allows no extra. A `temperature`
     other than 1 allows no backward pass."""
@@ -153,8 +175,8 @@ def predict(
     assert temperature == 1 or not torch.is_grad_enabled()
     first, valid = part_of(products, vocab, tp_group)
     columns = VocabShard(targets_M - first, of_M)
-    flat = [factor for factors in products for factor in factors]
-    return _Predict.apply(columns, valid, tp_group, extra, temperature, *flat)  # type: ignore[no-any-return]
+    given = columns, valid, tp_group, extra, temperature, products.cap, *products.flat
+    return _Predict.apply(*given)  # type: ignore[no-any-return]
 
 
 class _Softmax:
@@ -234,12 +256,13 @@ class _Predict(torch.autograd.Function):
         group: dist.ProcessGroup,
         extra: Extra | None,
         temperature: float,
+        cap: float | None,
         *given: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        products, places = factor_pairs(given), len(given[0])
+        products, places = Products(factor_pairs(given), cap), len(given[0])
         softmax = _Softmax(columns, places, extra)
         ctx.slices = list(slices(places, valid))
-        ctx.group, ctx.extra, ctx.columns = group, extra, columns
+        ctx.group, ctx.extra, ctx.columns, ctx.cap = group, extra, columns, cap
         exp_Nv = None
         for start, end in ctx.slices:
             logits_Nv = logits_of(products, start, end)
@@ -253,7 +276,8 @@ class _Predict(torch.autograd.Function):
         log_probs_M = softmax.picked_M - highest_M - log_total_M
         entropy_N = log_total_N - softmax.weighted_N / softmax.total_N
         probs_Nv = None  # stored if one slice holds all of them, else recomputed
-        if exp_Nv is not None and len(ctx.slices) == 1 and any(ctx.needs_input_grad):
+        can_store = len(ctx.slices) == 1 and cap is None
+        if exp_Nv is not None and can_store and any(ctx.needs_input_grad):
             probs_Nv = exp_Nv.mul_((factor_N / softmax.total_N)[:, None])
         log_sum_N = softmax.highest_N + log_total_N
         ctx.save_for_backward(log_sum_N, entropy_N, probs_Nv, *given)
@@ -271,15 +295,14 @@ class _Predict(torch.autograd.Function):
         log_prob_grad_N = ctx.columns.per_place(log_prob_grad_M, len(log_sum_N))
         entropy_grad_N = grads[1] if ctx.extra == "entropy" else None
 
-        def slope_of(start: int, end: int) -> Tensor:
-            probs_Nv = stored_Nv
-            if probs_Nv is None:
-                logits_Nv = logits_of(factor_pairs(factors), start, end)
-                probs_Nv = logits_Nv.sub_(log_sum_N[:, None]).exp_()
+        def slope_of(probs_Nv: Tensor, start: int) -> Tensor:
+            if stored_Nv is None:
+                probs_Nv = probs_Nv.sub_(log_sum_N[:, None]).exp_()
             slope_Nv = _logits_gradient(probs_Nv, log_prob_grad_N, entropy_N, entropy_grad_N)
             return ctx.columns.add(slope_Nv, start, log_prob_grad_M)
 
-        return None, None, None, None, None, *factor_gradients(ctx, factors, slope_of)
+        products = Products(factor_pairs(factors), ctx.cap)
+        return *(None,) * 6, *factor_gradients(ctx, products, stored_Nv, slope_of)
 
 
 def _logits_gradient(

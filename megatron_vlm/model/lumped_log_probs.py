@@ -10,7 +10,6 @@ all others), M the N * J given tokens of all places, I width of an input, V this
 padded vocabulary, v a slice of V.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.model.log_probs import (
-    Factors,
+    Products,
     VocabShard,
     factor_gradients,
     factor_pairs,
@@ -33,23 +32,22 @@ LOWEST = -1e4
 
 
 def predict_lumped(
-    products: Sequence[Factors],
+    products: Products,
     labels_N: Tensor,
     ids_NJ: Tensor,
     vocab: int,
     tp_group: dist.ProcessGroup,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return, from logits that are the sum of these products, the log-prob of each place's label
+    """Return, from the logits of these products, the log-prob of each place's label
     [N] at temperature 1 and the log-probs of its events [N, R] at this temperature, both in fp32.
     The given tokens of a place differ; a label may be one of them."""
     assert ids_NJ.shape[0] == len(labels_N) and temperature > 0
     first, valid = part_of(products, vocab, tp_group)
     of_M = torch.arange(len(ids_NJ), device=ids_NJ.device).repeat_interleave(ids_NJ.shape[1])
     columns = VocabShard(labels_N - first, None), VocabShard(ids_NJ.flatten() - first, of_M)
-    flat = [factor for factors in products for factor in factors]
     outputs: tuple[Tensor, Tensor] = _PredictLumped.apply(
-        columns, ids_NJ.shape, valid, tp_group, temperature, *flat
+        columns, ids_NJ.shape, valid, tp_group, temperature, products.cap, *products.flat
     )
     return outputs
 
@@ -94,15 +92,16 @@ class _PredictLumped(torch.autograd.Function):
         valid: int,
         group: dist.ProcessGroup,
         temperature: float,
+        cap: float | None,
         *factors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         (labels, given), places = columns, shape[0]
-        products = factor_pairs(factors)
+        products = Products(factor_pairs(factors), cap)
         label_N = torch.zeros(places, dtype=torch.float, device=factors[0].device)
         given_M = label_N.new_zeros(len(given.column_M))
         others, everything = _LogSum(label_N), _LogSum(label_N)
         ctx.slices = list(slices(places, valid))
-        ctx.columns, ctx.group, ctx.temperature = columns, group, temperature
+        ctx.columns, ctx.group, ctx.temperature, ctx.cap = columns, group, temperature, cap
         exp_Nv = None
         for start, end in ctx.slices:
             logits_Nv = logits_of(products, start, end)
@@ -113,7 +112,7 @@ class _PredictLumped(torch.autograd.Function):
             given_M = given.pick(logits_Nv, start, given_M)
             exp_Nv = others.add(given.hide(logits_Nv, start))
         shares_Nv = None  # stored if one slice holds all of them, else recomputed
-        if exp_Nv is not None and len(ctx.slices) == 1 and temperature == 1:
+        if exp_Nv is not None and len(ctx.slices) == 1 and temperature == 1 and cap is None:
             shares_Nv = exp_Nv if any(ctx.needs_input_grad) else None
         local_highest_N = others.highest_N
         others.gather(group)
@@ -153,18 +152,18 @@ class _PredictLumped(torch.autograd.Function):
             total_N = total_N + label_grad_N
         slope_NR = (grad_NR - log_probs_NR.exp() * total_N[:, None]) / temperature
 
-        def slope_of(start: int, end: int) -> Tensor:
-            shares_Nv, label_slope_Nv = stored_Nv, None
-            if shares_Nv is None:
-                logits_Nv = logits_of(factor_pairs(factors), start, end)
+        def slope_of(shares_Nv: Tensor, start: int) -> Tensor:
+            label_slope_Nv = None
+            if stored_Nv is None:
                 if label_sum_N is not None:
-                    label_slope_Nv = (logits_Nv - label_sum_N[:, None]).exp_()
+                    label_slope_Nv = (shares_Nv - label_sum_N[:, None]).exp_()
                     label_slope_Nv.mul_(-label_grad_N[:, None])
-                    logits_Nv /= temperature
-                shares_Nv = given.hide(logits_Nv, start).sub_(others_sum_N[:, None]).exp_()
+                    shares_Nv /= temperature
+                shares_Nv = given.hide(shares_Nv, start).sub_(others_sum_N[:, None]).exp_()
             slope_Nv = shares_Nv.mul_(slope_NR[:, -1:])
             given.add(slope_Nv, start, slope_NR[:, :-1].flatten())
             labels.add(slope_Nv, start, label_grad_N)
             return slope_Nv if label_slope_Nv is None else slope_Nv.add_(label_slope_Nv)
 
-        return None, None, None, None, None, *factor_gradients(ctx, factors, slope_of)
+        products = Products(factor_pairs(factors), ctx.cap)
+        return *(None,) * 6, *factor_gradients(ctx, products, stored_Nv, slope_of)

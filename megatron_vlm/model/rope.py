@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_vlm.family.decoder_layers import Attention, FullAttention, MRoPE
+from megatron_vlm.family.gemma4.layer_kinds import UnscaledAttention
+from megatron_vlm.family.spec import TextSizes
+
 
 class InterleavedMRoPE(nn.Module):
     """Rotary embedding from position ids [3, B, S]: cos and sin [2, S, B, F] in a dtype, or for
@@ -41,4 +45,46 @@ class InterleavedMRoPE(nn.Module):
         angles_SBF = positions_SBF * self.inv_freq
         if self.dtype is None:
             return torch.cat([angles_SBF, angles_SBF], dim=-1)[:, :, None, :]
+        return torch.stack([angles_SBF.cos(), angles_SBF.sin()]).to(self.dtype)
+
+
+def build_rotary(text: TextSizes, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """Build the rotary embedding of the attention of all layers."""
+    if isinstance(text.attentions[0], UnscaledAttention):
+        return PlainRoPE(text, device, dtype)
+    shared: MRoPE
+    (shared,) = {each.rotary for each in text.attentions if isinstance(each, FullAttention)}
+    return InterleavedMRoPE(shared.dim, shared.theta, list(shared.section), device, dtype)
+
+
+def rotary_spans(text: TextSizes) -> dict[Attention, tuple[int, int]]:
+    """Return where the cos and sin of each kind of attention are among those of all."""
+    spans: dict[Attention, tuple[int, int]] = {}
+    start = 0
+    for each in text.attentions:
+        assert isinstance(each, UnscaledAttention)
+        spans[each] = (start, start + each.rotary.count)
+        start += each.rotary.count
+    return spans
+
+
+class PlainRoPE(nn.Module):
+    """Rotary embedding from the places of tokens, for all kinds of attention side by side: cos and
+    sin [2, S, B, F]. Of position ids [3, B, S] it reads the first row."""
+
+    inv_freq: Tensor
+
+    def __init__(self, text: TextSizes, device: torch.device, dtype: torch.dtype | None):
+        super().__init__()
+        self.dtype = dtype
+        parts = []
+        for each in text.attentions:
+            assert isinstance(each, UnscaledAttention)
+            exponents = torch.arange(0, 2 * each.rotary.count, 2, dtype=torch.float)
+            parts.append(1.0 / each.rotary.theta ** (exponents / each.rotary.head_dim))
+        self.register_buffer("inv_freq", torch.cat(parts).to(device), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, position_ids_3BS: Tensor, *_: Any, **__: Any) -> Tensor:
+        angles_SBF = position_ids_3BS[0].float().T[..., None] * self.inv_freq
         return torch.stack([angles_SBF.cos(), angles_SBF.sin()]).to(self.dtype)

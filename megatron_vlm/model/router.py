@@ -77,9 +77,11 @@ class Routing:
     """
 
     places_N: Tensor | None = None  # places of real tokens in [S * B]; None: all are real
-    given: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
+    given: dict[int, Tensor] = field(default_factory=dict)  # [N, K], any integers
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
     counts: dict[int, Counts] = field(default_factory=dict)
+    # Tokens whose experts are given, and those of them that the router would send elsewhere.
+    rerouted: dict[int, Tensor] = field(default_factory=dict)  # [2]
     losses: RouterLosses | None = None  # losses that the routers add
 
     def counts_of(self, layer: int, experts: int, group: dist.ProcessGroup) -> Counts:
@@ -87,7 +89,9 @@ class Routing:
         call for a layer is a collective, and the host waits for the device, since shapes depend on
         these numbers."""
         if layer not in self.counts:
-            local_E = torch.bincount(self.chosen[layer].flatten(), minlength=experts)
+            chosen = self.chosen[layer].flatten().long()
+            # The host would wait for the greatest number of bincount, too.
+            local_E = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
             all_E = local_E.new_empty(dist.get_world_size(group) * experts)
             dist.all_gather_into_tensor(all_E, local_E, group=group)
             self.counts[layer] = all_E.view(-1, experts).tolist()
@@ -114,6 +118,10 @@ def route(
     if not is_replay:
         chosen_NK = choose_experts(probs_NE.detach(), top_k)
         if (override_NK := routing.given.get(layer)) is not None:
+            is_given_N = override_NK[:, 0] >= 0
+            differs_NK = chosen_NK.sort().values != override_NK.sort().values
+            is_rerouted_N = is_given_N & differs_NK.any(-1)
+            routing.rerouted[layer] = torch.stack([is_given_N.sum(), is_rerouted_N.sum()])
             chosen_NK = torch.where(override_NK < 0, chosen_NK, override_NK)
         routing.chosen[layer] = chosen_NK
     chosen_NK = routing.chosen[layer]

@@ -23,7 +23,6 @@ from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.head import Head, HeadOutput, OutputLayer, Targets, log_probs_head
 from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.offload_activations import ActivationOffload, OffloadPass
-from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.router import Routing
 from megatron_vlm.model.vision import VisualPlan, encode, mark_ready_with_zero_grads
 
@@ -42,7 +41,7 @@ class StageModel(GPTModel):
         tower: nn.Module | None,
         last: bool,
         share_images: bool,
-        rotary: InterleavedMRoPE,
+        rotary: nn.Module,
         chunk: int | None = None,
         offload: ActivationOffload | None = None,
     ):
@@ -58,7 +57,6 @@ class StageModel(GPTModel):
             post_process=last,
             share_embeddings_and_output_weights=sizes.tied,
             position_embedding_type="mrope",
-            rotary_base=sizes.text.rope_theta,
             scatter_embedding_sequence_parallel=False,
             vp_stage=chunk,
         )
@@ -96,11 +94,12 @@ class StageModel(GPTModel):
         those that a loss_mask [B, S] picks.
 
         A caller that knows these values on the host passes them from there, so that the host does
-        not wait for the device: `visuals` from `plan_visuals` in place of the grids; as loss_mask
-        the places [N] that it would pick in the flattened [S * B], with their `targets` in place of
-        labels; and as `routing` the real tokens, for a model with experts.
+        not wait for the device: `visuals` from `plan_visuals` in place of the grids; on each stage,
+        whether the micro-batch `has_visuals`; as loss_mask the places [N] that it would pick in the
+        flattened [S * B], with their `targets` in place of labels; and as `routing` the real
+        tokens, for a model with experts.
 
-        Attention is causal and rows are padded on the right, so no mask is needed. Hugging Face's
+        Rows are padded on the right, so no mask of padding is needed. Hugging Face's
         attention_mask [B, S] is accepted, and refused where rows are not padded on the right.
         """
         if head.pop("packed_seq_params", None) is not None:
@@ -111,6 +110,7 @@ class StageModel(GPTModel):
                 remedy="pass None",
             )
         routing: Routing | None = head.pop("routing", None)
+        has_visuals: bool = head.pop("has_visuals", True)
         if attention_mask is not None:
             _check_right_padded(attention_mask)
             routing = routing or Routing(_places(attention_mask.bool()))
@@ -130,25 +130,25 @@ class StageModel(GPTModel):
             carry = Carry.from_tensor(self.stage_input, input_ids.shape[1])
             self.decoder.set_input_tensor(carry.hidden_SBH)
         offload = self._begin_offload()
+        given = PassContext(input_ids, routing or Routing(), cache, offload, has_visuals)
         with nullcontext() if offload is None else offload.saving():
             output = super().forward(
                 input_ids,
                 position_ids,
                 None,
                 decoder_input=carry.hidden_SBH if self.pre_process else None,
-                extra_block_kwargs={
-                    "context": carry.deepstack_KSBH,
-                    "attention_bias": PassContext(routing or Routing(), cache, offload),
-                },
+                extra_block_kwargs={"context": carry.deepstack_KSBH, "attention_bias": given},
             )
         if self.post_process:
             return self._head(output, labels, **head)
         return Carry(output, carry.deepstack_KSBH).to_tensor(len(self.decoder.layers))
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
-        """Return the tokens' embeddings. The padding token's embedding is used but does not learn
-        here, as in transformers."""
+        """Return the tokens' embeddings, times the family's scale. The padding token's embedding is
+        used but does not learn here, as in transformers."""
         hidden_SBH: Tensor = self.embedding(input_ids=ids_BS, position_ids=None)
+        if (scale := self.sizes.text.embed_scale) is not None:
+            hidden_SBH = hidden_SBH * hidden_SBH.new_tensor(scale)
         if self.sizes.text.pad_id is None:
             return hidden_SBH
         is_pad_SB1 = (ids_BS == self.sizes.text.pad_id).T[..., None]
@@ -177,22 +177,31 @@ class StageModel(GPTModel):
         return OffloadPass(self.offload, self.decoder.layers, staying)
 
     def plan_visuals(
-        self, ids_BS: Tensor, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None
+        self,
+        ids_BS: Tensor,
+        image_grid_I3: Tensor | None,
+        video_grid_I3: Tensor | None,
+        visual_of_O: Tensor | None = None,
     ) -> VisualPlan:
-        """Return the plan of the images and videos of these rows, checked against placeholders."""
+        """Return the plan of the images and videos of these rows, checked against placeholders. For
+        `visual_of_O`, which rows that share images need, see MicroBatch."""
         ids_BS = ids_BS.cpu()
-        grids = [None if grid is None else grid.cpu() for grid in (image_grid_I3, video_grid_I3)]
-        tokens = self.sizes.tokens
-        check_placeholders(ids_BS, grids[0], grids[1], tokens)
-        present = [grid for grid in grids if grid is not None]
+        none_I3 = torch.empty(0, 3, dtype=torch.long)
+        grids = [none_I3 if grid is None else grid.cpu() for grid in (image_grid_I3, video_grid_I3)]
+        tokens, grid_I3, shown = self.sizes.tokens, torch.cat(grids), grids
+        if visual_of_O is not None:
+            is_image_O = visual_of_O < len(grids[0])
+            shown = [grid_I3[visual_of_O[part]] for part in (is_image_O, ~is_image_O)]
+        check_placeholders(ids_BS, shown[0], shown[1], tokens)
         # Images come first, then videos, in the same order as their patches.
         places = [_places(ids_BS == token) for token in (tokens.image_id, tokens.video_id)]
         return VisualPlan.create(
             self.vision_model,
             self.sizes.vision,
-            torch.cat(present or [torch.empty(0, 3, dtype=torch.long)]),
+            grid_I3,
             torch.cat(places),
             self.pg_collection.tp if self.share_images else None,
+            visual_of_O,
         )
 
     def _see(
@@ -232,8 +241,10 @@ class StageModel(GPTModel):
         targets: Targets | None = None,
     ) -> Tensor | HeadOutput:
         """Apply the head at supervised positions only, because the others carry no loss."""
-        vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
-        layer = OutputLayer(self.output_layer, self.head_weight, vocab, tp_group)
+        text, tp_group = self.sizes.text, self.pg_collection.tp
+        layer = OutputLayer(
+            self.output_layer, self.head_weight, text.vocab, tp_group, text.logit_cap
+        )
         places_N = loss_mask
         if places_N is None or places_N.dim() == 2:
             picked_BS = loss_mask if labels is None else labels != IGNORE

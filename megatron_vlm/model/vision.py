@@ -1,9 +1,12 @@
 """Vision tower: Hugging Face's module, with its images divided among the TP ranks.
 
-Shapes: I images (or videos), P patches of all images, C values of a patch, V visual features of all
-images, v features of this rank's images, H width of the decoder, K DeepStack features.
+Shapes: I images (or videos), P patches of all images, C values of a patch, O the images of all
+rows, which may share some, V visual tokens of all rows, F visual features of all images (as many as
+V, unless rows share images), f features of this rank's images, H width of the decoder, K DeepStack
+features.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +32,7 @@ class ImageShare:
 
     local: list[int]
     rows_per_rank: list[int]
-    order_V: Tensor  # gathered row of each feature
+    order_F: Tensor  # gathered row of each feature
 
     @staticmethod
     def plan(grid_I3: Tensor, merge: int, width: int, rank: int, ranks: int) -> "ImageShare":
@@ -45,8 +48,36 @@ class ImageShare:
             for image in share:
                 spans[image] = torch.arange(cursor, cursor + sizes[image])
                 cursor += sizes[image]
-        order_V = torch.cat([spans[image] for image in range(len(grids))])
-        return ImageShare(shares[rank], rows, order_V)
+        order_F = torch.cat([spans[image] for image in range(len(grids))])
+        return ImageShare(shares[rank], rows, order_F)
+
+
+@dataclass(frozen=True)
+class SharedFeatures:
+    """Assignment of features to visual tokens, of which several have the same feature, because rows
+    share images."""
+
+    feature_of_V: Tensor
+    # Visual tokens that have their feature as its first, as its second and so on. In each part all
+    # features are different, so a sum over the parts has a fixed order on any device.
+    parts: tuple[Tensor, ...]
+
+    @staticmethod
+    def plan(grid_I3: Tensor, merge: int, visual_of_O: Tensor) -> "SharedFeatures":
+        """Plan the assignment from the grids on the host."""
+        ends_I = (grid_I3.prod(-1) // merge**2).cumsum(0).tolist()
+        features = list(torch.arange(ends_I[-1]).tensor_split(ends_I[:-1]))
+        parts, times, cursor = defaultdict[int, list[Tensor]](list), Counter[int](), 0
+        for image in visual_of_O.tolist():
+            parts[times[image]].append(torch.arange(cursor, cursor + len(features[image])))
+            times[image] += 1
+            cursor += len(features[image])
+        feature_of_V = torch.cat([features[image] for image in visual_of_O.tolist()])
+        return SharedFeatures(feature_of_V, tuple(map(torch.cat, parts.values())))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "SharedFeatures":
+        """Return it with its tensors moved to the device by `move`."""
+        return SharedFeatures(move(self.feature_of_V), tuple(map(move, self.parts)))
 
 
 @dataclass(frozen=True)
@@ -59,6 +90,7 @@ class VisualPlan:
     share: ImageShare | None  # None unless TP ranks share the images
     of_host: TowerInputs  # inputs of the tower for this rank's images, on the host
     of_device: TowerInputs  # inputs of the tower on its device
+    shared: SharedFeatures | None = None  # None unless rows share images
 
     @staticmethod
     def create(
@@ -67,6 +99,7 @@ class VisualPlan:
         grid_I3: Tensor,
         places_V: Tensor,
         share_group: dist.ProcessGroup | None,
+        visual_of_O: Tensor | None = None,
     ) -> "VisualPlan":
         """Create the plan. Each rank of a `share_group` encodes a share of the images."""
         share, local_I3 = None, grid_I3
@@ -76,13 +109,18 @@ class VisualPlan:
             share = ImageShare.plan(grid_I3, sizes.merge, sizes.hidden, rank, ranks)
             local_I3 = grid_I3[share.local]
         inputs = sizes.inputs(tower, local_I3) if len(local_I3) else ({}, {})
-        return VisualPlan(places_V, grid_I3.prod(-1).tolist(), share, *inputs)
+        shared = None
+        if visual_of_O is not None:
+            shared = SharedFeatures.plan(grid_I3, sizes.merge, visual_of_O)
+        return VisualPlan(places_V, grid_I3.prod(-1).tolist(), share, *inputs, shared)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "VisualPlan":
         """Return the plan for a pass, with its tensors moved to the device by `move`."""
-        share = self.share and replace(self.share, order_V=move(self.share.order_V))
+        share = self.share and replace(self.share, order_F=move(self.share.order_F))
         of_device = {name: move(value) for name, value in self.of_device.items()}
-        return replace(self, places_V=move(self.places_V), share=share, of_device=of_device)
+        shared = self.shared and self.shared.moved(move)
+        moved = {"share": share, "of_device": of_device, "shared": shared}
+        return replace(self, places_V=move(self.places_V), **moved)  # type: ignore[arg-type]
 
 
 class _GatherFeatures(torch.autograd.Function):
@@ -91,25 +129,44 @@ class _GatherFeatures(torch.autograd.Function):
     partial weight gradients are summed over TP once per step (see training/optimizer.py)."""
 
     @staticmethod
-    def forward(ctx: Any, local_vH: Tensor, share: ImageShare, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, local_fH: Tensor, share: ImageShare, group: dist.ProcessGroup) -> Tensor:
         widest = max(share.rows_per_rank)
-        padded = local_vH.new_zeros(widest, local_vH.shape[1])
-        padded[: len(local_vH)] = local_vH
-        gathered = local_vH.new_empty(widest * dist.get_world_size(group), local_vH.shape[1])
+        padded = local_fH.new_zeros(widest, local_fH.shape[1])
+        padded[: len(local_fH)] = local_fH
+        gathered = local_fH.new_empty(widest * dist.get_world_size(group), local_fH.shape[1])
         dist.all_gather_into_tensor(gathered, padded, group=group)
-        ctx.save_for_backward(share.order_V)
-        ctx.span = (dist.get_rank(group) * widest, len(local_vH))
+        ctx.save_for_backward(share.order_F)
+        ctx.span = (dist.get_rank(group) * widest, len(local_fH))
         ctx.num_gathered = len(gathered)
-        return gathered[share.order_V]
+        return gathered[share.order_F]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad_VH,) = grads
-        (order_V,) = ctx.saved_tensors
-        gathered = grad_VH.new_zeros(ctx.num_gathered, grad_VH.shape[1])
-        gathered[order_V] = grad_VH
+        (grad_FH,) = grads
+        (order_F,) = ctx.saved_tensors
+        gathered = grad_FH.new_zeros(ctx.num_gathered, grad_FH.shape[1])
+        gathered[order_F] = grad_FH
         start, count = ctx.span
         return gathered[start : start + count], None, None
+
+
+class _TakeFeatures(torch.autograd.Function):
+    """Features of the visual tokens of all rows. Backward adds the gradients of a feature in fp32
+    and rounds once, since a sum in bf16 would lose more with each row that shares an image."""
+
+    @staticmethod
+    def forward(ctx: Any, features_KFH: Tensor, shared: SharedFeatures) -> Tensor:
+        ctx.shared, ctx.shape = shared, features_KFH.shape
+        return features_KFH.index_select(1, shared.feature_of_V)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad_KVH,) = grads
+        total_KFH = grad_KVH.new_zeros(ctx.shape, dtype=torch.float32)
+        for part in ctx.shared.parts:
+            features = ctx.shared.feature_of_V[part]
+            total_KFH.index_add_(1, features, grad_KVH.index_select(1, part).float())
+        return total_KFH.to(grad_KVH.dtype), None
 
 
 class _Touch(torch.autograd.Function):
@@ -145,10 +202,21 @@ def encode(
     plan: VisualPlan,
     share_group: dist.ProcessGroup,
 ) -> Tensor:
-    """Return the features [1 + K, V, H] of all images from the family's tower: the merged ones,
-    then one set for each DeepStack layer. Where the plan shares the images, each rank encodes its
-    own."""
-    patches_PC = patches_PC.to(tower.dtype)
+    """Return the features [1 + K, V, H] of all visual tokens from the family's tower: the merged
+    ones, then one set for each DeepStack layer. An image that rows share is encoded once."""
+    features_KFH = _encode_images(tower, sizes, patches_PC.to(tower.dtype), plan, share_group)
+    return features_KFH if plan.shared is None else _TakeFeatures.apply(features_KFH, plan.shared)
+
+
+def _encode_images(
+    tower: Any,
+    sizes: VisionSizes,
+    patches_PC: Tensor,
+    plan: VisualPlan,
+    share_group: dist.ProcessGroup,
+) -> Tensor:
+    """Return the features [1 + K, F, H] of all images. Where the plan shares the images, each rank
+    encodes its own."""
     inputs = plan.of_host | plan.of_device
     if plan.share is None:
         return _run_tower(tower, patches_PC, inputs)
@@ -156,11 +224,11 @@ def encode(
     if plan.share.local:
         by_image = patches_PC.split(plan.patches)
         local_PC = torch.cat([by_image[image] for image in plan.share.local])
-        local_vH = _run_tower(tower, local_PC, inputs).permute(1, 0, 2).flatten(1)
+        local_fH = _run_tower(tower, local_PC, inputs).permute(1, 0, 2).flatten(1)
     else:
-        local_vH = mark_ready_with_zero_grads(patches_PC.new_zeros(0, levels * width), tower)
-    features_VH = _GatherFeatures.apply(local_vH, plan.share, share_group)
-    return features_VH.unflatten(1, (levels, width)).permute(1, 0, 2)
+        local_fH = mark_ready_with_zero_grads(patches_PC.new_zeros(0, levels * width), tower)
+    features_FH = _GatherFeatures.apply(local_fH, plan.share, share_group)
+    return features_FH.unflatten(1, (levels, width)).permute(1, 0, 2)
 
 
 def _run_tower(tower: Any, patches_PC: Tensor, inputs: TowerInputs) -> Tensor:

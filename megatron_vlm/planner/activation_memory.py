@@ -4,8 +4,8 @@ position, and checked against a real forward in tests/planner/test_memory.py."""
 
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import count_offloaded
-from megatron_vlm.family.decoder_layers import LayerSpec
-from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.family.attention_limits import mask_columns
+from megatron_vlm.family.decoder_layers import Attention, LayerSpec
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.planner.layout import ModelLayout
@@ -20,7 +20,7 @@ def activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
     hidden, tokens = sizes.text.hidden, batch.padded_tokens
     if place == 0 and _is_frozen(layout):
         return _kept_of_head(layout, batch) * layout.itemsize if dims.is_last(place) else 0
-    values = tokens * sum(_values_of_layers(layout, place))
+    values = tokens * sum(_values_of_layers(layout, place)) + _mask_values(layout, place, batch)
     # Features that have not been added yet arrive with the hidden states.
     arriving = Carry.extras(sizes, dims, place - 1, bool(batch.patches))
     if place > 0 or model.recompute == "full":
@@ -53,6 +53,15 @@ def _offloaded_values(layout: ModelLayout, place: int) -> list[int]:
         return []
     values = _values_of_layers(layout, place)
     return values[: count_offloaded(share, len(values))]
+
+
+def _mask_values(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
+    """Return the values of the masks of a micro-batch, which the layers at this place share."""
+    kinds = {layout.sizes.text.kinds[kind].mixer for kind in _kinds_at(layout, place)}
+    windows = {each.window for each in kinds if isinstance(each, Attention)} - {None}
+    masks = sum(bool(batch.patches) or batch.tokens > each for each in windows if each)
+    rows = batch.rows if batch.patches else 1  # rows of text have the same one
+    return masks * rows * batch.tokens * mask_columns(batch.tokens)
 
 
 def _values_of_layers(layout: ModelLayout, place: int) -> list[int]:
@@ -93,7 +102,7 @@ def working_bytes(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
         temporaries.append(tokens * text.hidden * sizes.vision.levels * itemsize)
         if model.recompute_vision and not model.freeze_vision:
             patches = batch.patches_of_rank(dims.tp, model.share_images)
-            temporaries.append(patches * block_values(sizes) * itemsize)
+            temporaries.append(patches * block_values(layout) * itemsize)
     if dims.is_last(place):
         # Logits, their fp32 copy and the gradient of one of the two exist together.
         logits = batch.supervised * dims.padded_vocab(text.vocab) // dims.tp
@@ -115,6 +124,7 @@ def kept_of_layer(layout: ModelLayout, layer: LayerSpec) -> int:
     # The input of a frozen linear layer or norm is not needed again. Next to adapters, norms are
     # frozen.
     norms = 2 if is_frozen else 6 if learning else 4
+    norms += layer.post_norms * (2 if learning else 1)
     # The gradients of the experts' weights and adapters need the inputs of their layers.
     inputs = learning or layout.adapted.experts
     # recompute=selective saves nothing: torch's attention keeps no matrix of scores, and the next
@@ -129,13 +139,14 @@ def kept_of_layer(layout: ModelLayout, layer: LayerSpec) -> int:
 def _patch_values(layout: ModelLayout) -> int:
     """Return the number of values per patch that the vision tower keeps for its backward."""
     vision, model = layout.sizes.vision, layout.trained.model
-    merger = vision.levels * (3 * vision.hidden + vision.out_hidden // vision.merge**2)
     if model.freeze_vision:  # nothing before the mergers has a gradient
-        return 0 if model.freeze_merger else merger
-    block = vision.hidden if model.recompute_vision else block_values(layout.sizes)
-    return vision.patch_values + vision.depth * block + merger
+        return 0 if model.freeze_merger else vision.merger_values
+    block = vision.hidden if model.recompute_vision else block_values(layout)
+    return vision.patch_values + vision.depth * block + vision.merger_values
 
 
-def block_values(sizes: ModelSizes) -> int:
-    """Return the number of values per patch that one block of the tower keeps."""
-    return 2 * sizes.vision.ffn + 9 * sizes.vision.hidden
+def block_values(layout: ModelLayout) -> int:
+    """Return the number of values per patch that one block of the tower keeps. One in fp32 counts
+    as often as it fits into a weight."""
+    vision = layout.sizes.vision
+    return vision.block_values + vision.fp32_values * _FP32 // layout.itemsize

@@ -42,7 +42,8 @@ def plan_steps(data: DataSet | StreamSet, cfg: Config, dims: ParallelDims) -> It
 
 def plan_updates(data: DataSet, cfg: Config, dims: ParallelDims) -> Iterator[Step]:
     """Yield the micro-batches of each optimizer step of rl through the first epoch of prompts.
-    Every answer is assumed to have rl.max_new_tokens."""
+    Every answer is assumed to have rl.max_new_tokens. Rows share no pictures here, because memory
+    has to suffice for answers of uneven length, too, which are not kept together."""
     limits, answer = Limits.from_config(cfg.train), cfg.rl.max_new_tokens
     epoch = data.epoch(Position())
     prompts = -(-cfg.train.global_batch_size // cfg.rl.updates)

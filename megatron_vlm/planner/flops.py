@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import learns
 from megatron_vlm.data.batches.cost import WorkModel
-from megatron_vlm.family.decoder_layers import Experts, LayerSpec
+from megatron_vlm.family.decoder_layers import Attention, Experts, LayerSpec
 from megatron_vlm.planner.activation_memory import block_values, kept_of_layer, layer_values
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.parameters import ParamCounts
@@ -91,7 +91,10 @@ def _layer(layout: ModelLayout, layer: LayerSpec, batch: BatchSizes) -> StepCost
     """Return the cost of a decoder layer of this kind."""
     cfg, tp, itemsize = layout.trained, layout.dims.tp, layout.itemsize
     text, tokens = layout.sizes.text, batch.padded_tokens
-    pairs = batch.rows * batch.tokens * (batch.tokens + 1) // 2
+    of_pairs = 0
+    if isinstance(layer.mixer, Attention):
+        picture_pairs = layout.sizes.vision.token_pairs(batch.patches, batch.patch_pairs)
+        of_pairs = layer.mixer.pair_flops([batch.tokens] * batch.rows, picture_pairs)
     kept_bytes = tokens * kept_of_layer(layout, layer) * itemsize
     # The outputs of attention and of the MLP are summed over the ranks.
     reduced = 2 * ring(tp) * tokens * text.hidden * itemsize
@@ -104,7 +107,7 @@ def _layer(layout: ModelLayout, layer: LayerSpec, batch: BatchSizes) -> StepCost
     of_mixer = layer.mixer.flops_per_token * tokens / tp
     forward = OpCount(
         layer.flops_per_token(text.hidden) * tokens / tp,
-        layer.mixer.flops_per_pair * pairs / tp,
+        of_pairs / tp,
         _TOUCHED_FORWARD * kept_bytes,
         reduced,
         exchanged,
@@ -138,7 +141,7 @@ def _first(layout: ModelLayout, work: WorkModel, batch: BatchSizes) -> StepCost:
         return embedding
     patches = batch.patches_of_rank(layout.dims.tp, cfg.model.share_images)
     share = patches / batch.patches
-    kept_bytes = patches * vision.depth * block_values(sizes) * itemsize
+    kept_bytes = patches * vision.depth * block_values(layout) * itemsize
     tower = OpCount(
         work.per_patch_of_tower * patches,
         work.per_patch_pair * batch.patch_pairs * share,

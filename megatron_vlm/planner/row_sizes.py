@@ -39,10 +39,9 @@ class BatchSizes:
 
     def planned(self, work: WorkModel) -> RowSize:
         """Return the size of the rows of a sample, all as long as the longest, for planning."""
-        pairs = self.rows * self.tokens * (self.tokens + 1) // 2
-        counts = (self.padded_tokens, self.supervised, self.patches, self.patch_pairs, pairs)
+        lengths = [self.tokens] * self.rows
         longest = self.tokens if self.rows > 1 else None
-        cost = float(work.row(*counts))
+        cost = float(work.row(lengths, self.supervised, self.patches, self.patch_pairs))
         return RowSize(self.padded_tokens, cost, self.patches, 0, self.rows, longest)
 
     def patches_of_rank(self, tp: int, shared: bool) -> int:
@@ -122,7 +121,7 @@ def heaviest_micro_batches(steps: Sequence[Step]) -> list[BatchSizes]:
 def assumed_mix(sizes: ModelSizes, max_tokens: int) -> RowSample:
     """Return rows to assume without data. Two rows of three have one picture of a megapixel, and
     the others are text. A third of the text is trained."""
-    patches = 2**20 // 16**2
+    patches = sizes.vision.megapixel
     image_tokens = patches // sizes.vision.merge**2
     text, plain_tokens = 512, 1024
     whole = min(max_tokens, image_tokens + text)

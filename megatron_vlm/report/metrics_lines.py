@@ -66,6 +66,9 @@ class StepLine:
     balance_loss: float | None = None  # sum over the routers, without its coefficient
     z_loss: float | None = None  # sum over the routers, without its coefficient
     samples: int | None = None  # samples of the global batch
+    # Share of the patches of all rows that the tower does not encode again, because an earlier row
+    # of the micro-batch has the same images.
+    shared_patches: float | None = None
     # Means over the answers of the batch, if the objective compares answers.
     rewards_chosen: float | None = None
     rewards_rejected: float | None = None
@@ -113,9 +116,12 @@ class RlLine:
     turns: float  # answers of an episode, mean
     rows: float | None = None  # rows of an episode, mean; 1 unless earlier turns are rewritten
     reread: float | None = None  # positions of all rows over those of the last rows of episodes
+    seen: float | None = None  # KL of a token to the policy without the pictures
+    blind: float | None = None  # share of the answers that do not depend on their pictures
     sampling_s: float  # from the first question to the last reward
     kl: float | None = None  # to the initial model
-    teacher_kl: float | None = None  # reverse KL to the teacher, mean over tokens
+    teacher_kl: float | None = None  # distill.divergence from the teacher, mean over its tokens
+    taught: float | None = None  # share of the tokens that a teacher has scored
     entropy: float | None = None
     ratio: float | None = None  # probability of a token now over that at the time of sampling
     clip_fraction: float | None = None  # share of tokens
@@ -123,7 +129,10 @@ class RlLine:
     apart: float | None = None  # largest difference of log-probs between engine and trainer
     apart_mean: float | None = None
     weights_cut: float | None = None  # share of tokens whose weight rl.max_weight cut
-    behind: float | None = None  # optimizer steps since the weights that sampled, mean
+    masked: float | None = None  # share of tokens whose policy loss rl.mask_weight left out
+    rerouted: float | None = None  # share of (token, layer) for which the router chooses otherwise
+    behind: float | None = None  # steps since the weights that sampled a token, mean over tokens
+    behind_max: int | None = None  # the same for the oldest token
     figures: dict[str, float]  # figures of rewards and environments by name, means over episodes
 
 

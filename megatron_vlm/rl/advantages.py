@@ -58,10 +58,14 @@ def divisor_of(lengths: Sequence[int], aggregate: Aggregate, max_tokens: int) ->
 
 
 def importance_weights(
-    old_log_probs: Sequence[float], sampler_log_probs: Sequence[float], max_weight: float | None
+    old_log_probs: Sequence[float],
+    sampler_log_probs: Sequence[float],
+    max_weight: float | None,
+    mask: Sequence[float] | None = None,
 ) -> list[float]:
     """Return the weight of each token for truncated importance sampling: the ratio of the trainer's
-    to the sampler's probability, at most `max_weight`. If `max_weight` is None, all weights are 1.
+    to the sampler's probability, at most `max_weight`, and 0 if the ratio is not within `mask`. If
+    `max_weight` is None, all weights are 1.
     Multiply the token's advantage by its weight: a weight of the loss would enter the divisor and
     the KL term, too."""
     assert len(old_log_probs) == len(sampler_log_probs)
@@ -69,5 +73,8 @@ def importance_weights(
         return [1.0] * len(old_log_probs)
     assert max_weight > 0, max_weight
     log_ratio = np.subtract(old_log_probs, sampler_log_probs, dtype=np.float64)
-    weights: list[float] = np.minimum(np.exp(np.minimum(log_ratio, MAX_LOG)), max_weight).tolist()
+    ratio = np.exp(np.minimum(log_ratio, MAX_LOG))
+    low, high = mask or (0.0, math.inf)
+    is_within = (low <= ratio) & (ratio <= high)
+    weights: list[float] = np.where(is_within, np.minimum(ratio, max_weight), 0.0).tolist()
     return weights

@@ -2,6 +2,7 @@
 and an engine serves each prompt at once."""
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,12 +75,18 @@ class LockstepQueue:
         return list(by_prompt.values())
 
 
+# Answers by their seeds and the digests of their prompts. Environments say the same after the same
+# answers, so an episode that is played again with these is the same episode.
+Drawn = dict[tuple[int, str], Completion]
+
+
 class EngineQueue:
     """Queue that passes a prompt to the engine as soon as all episodes that share it wait for
-    it."""
+    it. Answers that are in `drawn` are not sampled again, and new ones are added."""
 
-    def __init__(self, sampler: Sampler, settings: SamplingSettings):
+    def __init__(self, sampler: Sampler, settings: SamplingSettings, drawn: Drawn | None = None):
         self.sampler, self.settings = sampler, settings
+        self.drawn: Drawn = {} if drawn is None else drawn
         self.waiting: dict[int, list[tuple[int, asyncio.Future[Completion]]]] = {}
 
     def enter(self, episodes: int) -> None:
@@ -100,12 +107,14 @@ class EngineQueue:
     async def _answer(
         self, prompt: Row, waiting: "Sequence[tuple[int, asyncio.Future[Completion]]]"
     ) -> None:
+        digest = hashlib.sha256(prompt.ids_S.numpy().tobytes()).hexdigest()
+        seeds = [seed for seed, _ in waiting if (seed, digest) not in self.drawn]
         try:
-            seeds = [seed for seed, _ in waiting]
-            completions = await self.sampler.sample(prompt, self.settings, seeds)
+            completions = await self.sampler.sample(prompt, self.settings, seeds) if seeds else []
         except BaseException as error:
             for _, answer in waiting:
                 answer.set_exception(error)
             return
-        for (_, answer), completion in zip(waiting, completions, strict=True):
-            answer.set_result(completion)
+        self.drawn |= zip(((seed, digest) for seed in seeds), completions, strict=True)
+        for seed, answer in waiting:
+            answer.set_result(self.drawn[seed, digest])

@@ -1,6 +1,6 @@
 """Episode: a prompt, the answers, and the environment's messages between them.
 
-Shapes: S tokens.
+Shapes: S tokens, L decoder layers with experts, K experts of a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_vlm.data.batches.micro_batch import VISUAL_FIELDS
+from megatron_vlm.data.records.record import ChatMessage
 from megatron_vlm.data.tokens.completions import Completion
+from megatron_vlm.data.tokens.joined_pictures import GRID_OF, join_parts, parts_of
 from megatron_vlm.data.tokens.row import IGNORE, Row
-from megatron_vlm.user_code.environment import EnvStep, Message, Opening
+from megatron_vlm.user_code.environment import EnvStep, Opening
 
 
 @dataclass
@@ -23,11 +25,33 @@ class Segment:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float | None] = field(default_factory=list)  # None: the token was not drawn
     pictures: list[Row] = field(default_factory=list)  # rows whose pictures it has, in order
+    prompt_length: int = 0  # number of the tokens that it began with
+    teacher_ids: torch.Tensor | None = None  # what a teacher sees in place of these
+    # Experts of the tokens up to the last that was drawn; -1 where none are known. None: an engine
+    # returns no experts.
+    routing_SLK: Tensor | None = None
 
     def add_shown(self, ids: Sequence[int]) -> None:
         """Add tokens that were not drawn."""
         self.ids += ids
         self.log_probs += [None] * len(ids)
+
+    def add_routing(self, routing_SLK: Tensor) -> None:
+        """Add the experts of all tokens so far, from the request that drew the last ones. Tokens
+        keep the experts of the request that first read them."""
+        if (known_SLK := self.routing_SLK) is not None:
+            start = len(known_SLK)
+            first_SLK = torch.where(known_SLK < 0, routing_SLK[:start], known_SLK)
+            routing_SLK = torch.cat([first_SLK, routing_SLK[start:]])
+        self.routing_SLK = routing_SLK
+
+    def shown_routing(self) -> Tensor | None:
+        """Return the experts of all tokens, -1 for those that were shown since the last answer."""
+        known_SLK = self.routing_SLK
+        if known_SLK is None:
+            return None
+        more = len(self.ids) - len(known_SLK)
+        return torch.cat([known_SLK, known_SLK.new_full((more, *known_SLK.shape[1:]), -1)])
 
     @property
     def drawn(self) -> int:
@@ -47,24 +71,29 @@ class Episode:
     where: str
     record: Mapping[str, Any]
     opening: Opening = None  # the environment's first messages; None: those of the record
-    replies: list[Sequence[Message]] = field(default_factory=list)  # its messages after answers
+    said: list[ChatMessage] = field(default_factory=list)  # answers and messages after the opening
     shown: list[Row] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # version of the weights for each answer
+    # Versions of the weights of its tokens: see Completion.
+    versions: list[tuple[int, int]] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
     reward: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
+    teacher_view: Opening = None  # what teacher.view returns; None: the record has no view
+    teacher_opening: Row | None = None  # the same as a row, which a teacher sees for shown[0]
     teacher_kl: float | None = None  # mean over its tokens
     cut: bool = False  # the last answer, or the episode, has reached its maximum length
 
     def begin(self, opening: Row) -> None:
         """Show the prompt."""
         self.shown.append(opening)
-        self.begin_segment(opening.ids_S.tolist())
+        teacher = self.teacher_opening
+        self.begin_segment(opening.ids_S.tolist(), None if teacher is None else teacher.ids_S)
 
-    def begin_segment(self, ids: Sequence[int]) -> None:
+    def begin_segment(self, ids: Sequence[int], teacher_ids: torch.Tensor | None = None) -> None:
         """Begin a segment with all tokens that the model sees now, and all pictures so far."""
-        self.segments.append(Segment(pictures=list(self.shown)))
+        pictures = list(self.shown)
+        self.segments.append(Segment([], [], pictures, len(ids), teacher_ids))
         self.segments[-1].add_shown(ids)
 
     def add_observation(self, row: Row, end_id: int) -> None:
@@ -78,7 +107,9 @@ class Episode:
         """Add an answer and its text."""
         self.segments[-1].ids += answer.ids
         self.segments[-1].log_probs += answer.log_probs
-        self.versions.append(answer.version)
+        if answer.routing_SLK is not None:
+            self.segments[-1].add_routing(answer.routing_SLK)
+        self.versions += answer.versions
         self.answers.append(text)
         self.cut = answer.ended == "length"
 
@@ -100,7 +131,8 @@ class Episode:
             return self.shown[0]
         ids_S = torch.tensor(self.segments[-1].ids)
         visuals = pictures_of(self.segments[-1].pictures)
-        return Row(ids_S, torch.full_like(ids_S, IGNORE), **visuals)
+        routing_SLK = self.segments[-1].shown_routing()
+        return Row(ids_S, torch.full_like(ids_S, IGNORE), **visuals, routing_SLK=routing_SLK)
 
 
 @dataclass
@@ -124,8 +156,4 @@ class Group:
 def pictures_of(shown: list[Row]) -> dict[str, Any]:
     """Return the visual fields of a Row that has the pictures and videos of these rows, in
     order."""
-    visuals: dict[str, Any] = {}
-    for name in VISUAL_FIELDS:
-        parts = [part for row in shown if (part := getattr(row, name)) is not None]
-        visuals[name] = (parts[0] if len(parts) == 1 else torch.cat(parts)) if parts else None
-    return visuals
+    return join_parts({name: [p for row in shown for p in parts_of(row, name)] for name in GRID_OF})

@@ -9,19 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, Handle
-from megatron_vlm.data.tokens.chat_renderer import START
-from megatron_vlm.data.tokens.completions import SamplingSettings
+from megatron_vlm.data.records.record import ChatMessage
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.family.spec import TextSizes
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.right_answer import right_answer
-from megatron_vlm.rl.turn_tokens import TurnEncoder, answer_message
-from megatron_vlm.user_code.environment import Message
+from megatron_vlm.rl.turn_tokens import TurnEncoder
+from megatron_vlm.training.expert_routing import check_table
+from megatron_vlm.user_code.environment import Message, Opening
 from megatron_vlm.user_code.pool import NoRewards, RewardPool
 
 
@@ -32,6 +36,7 @@ class EpisodeRunner:
     cfg: Config
     data: DataSet
     reward_pool: RewardPool | NoRewards
+    views: RewardPool | None = None  # processes of teacher.view
     skipped: list[DataError] = field(default_factory=list)  # errors of skipped prompts
     begun: int = 0  # number of episodes so far
 
@@ -45,25 +50,30 @@ class EpisodeRunner:
         return self.data.readers[0].encoder.renderer.tokenizer
 
     @cached_property
+    def text_sizes(self) -> TextSizes:
+        return read_sizes(self.cfg.model.path).text
+
+    @cached_property
     def settings(self) -> SamplingSettings:
         """Sampling settings of the answers."""
-        rl, end_id = self.cfg.rl, self.dialogues[0].end_id
+        rl, end_ids = self.cfg.rl, self.data.readers[0].encoder.renderer.end_ids
         distribution = rl.temperature, rl.top_k, rl.top_p
-        return SamplingSettings(rl.max_new_tokens, *distribution, stop_ids=(end_id,))
+        return SamplingSettings(rl.max_new_tokens, *distribution, stop_ids=end_ids)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer for rewards and environments."""
-        answer_ids = self.settings.without_stop(ids)
-        return str(self.tokenizer.decode(answer_ids, skip_special_tokens=True))
+        renderer = self.data.readers[0].encoder.renderer
+        return renderer.answer_text(self.settings.without_stop(ids))
 
     def words(self, row: Row) -> str:
         """Return the readable text of a row that was shown to the model. Several turns begin with
         their roles."""
+        renderer = self.data.readers[0].encoder.renderer
         text = self.tokenizer.decode(row.ids_S.tolist(), skip_special_tokens=False)
-        special = self.data.readers[0].encoder.renderer.special
+        text = str(text).removesuffix(renderer.template.opening)
         # The first line of each turn is its role.
-        parts = [turn.partition("\n") for turn in str(text).split(START)[1:]]
-        turns = [(role, special.sub("", words).strip()) for role, _, words in parts]
+        parts = [turn.partition("\n") for turn in text.split(renderer.chat_format.opens)[1:]]
+        turns = [(role, renderer.special.sub("", words).strip()) for role, _, words in parts]
         turns = [(role, words) for role, words in turns if words]
         if len(turns) == 1:
             return turns[0][1]
@@ -120,7 +130,9 @@ class EpisodeRunner:
             self.reward_pool.begin(each.number, each.record, each.where) for each in episodes
         ]
         firsts = await asyncio.gather(*map(asyncio.wrap_future, beginning))
+        view, teacher_opening = await self._view(episodes[0], dialogue)
         for episode, first in zip(episodes, firsts, strict=True):
+            episode.teacher_view, episode.teacher_opening = view, teacher_opening
             where = f"{episode.where}: what rl.environment says first"
             opening = row if first is None else dialogue.opening(first, where, episode.record)
             episode.begin(opening)
@@ -132,6 +144,16 @@ class EpisodeRunner:
             for episode, count in zip(episodes, sharers, strict=True)
         ]
         await asyncio.gather(*playing)
+
+    async def _view(self, episode: Episode, dialogue: TurnEncoder) -> tuple[Opening, Row | None]:
+        """Return what a teacher sees in place of the messages of this record, if it has a view."""
+        where = f"{episode.where}: what teacher.view returns"
+        view = None
+        if self.views is not None:
+            view = await asyncio.wrap_future(self.views.view(episode.record, episode.where))
+        if view is None:
+            return None, None
+        return view, await asyncio.to_thread(dialogue.view, view, where, episode.record)
 
     async def _play_episode(
         self,
@@ -146,6 +168,7 @@ class EpisodeRunner:
         for turn in range(rl.turns):
             seed = seed_of(self.cfg.train.seed, step, episode, turn)
             answer = await queue.ask(episode.prompt(), seed, 1 if turn else sharers)
+            self._check_routing(episode, answer)
             episode.add_completion(answer, self.text(answer.ids))
             response = await asyncio.wrap_future(
                 self.reward_pool.step(episode.number, episode.answers[-1])
@@ -159,20 +182,34 @@ class EpisodeRunner:
         self.reward_pool.end(episode.number)
         queue.leave()
 
+    def _check_routing(self, episode: Episode, answer: Completion) -> None:
+        """Refuse experts of an engine that the model does not have."""
+        if not self.cfg.rl.replay_routing:
+            return
+        where = f"{episode.where}: the engine's answer {len(episode.answers) + 1}"
+        if answer.routing_SLK is None:
+            raise DataError(
+                "is missing", place=where, key="routing", remedy="set rl.replay_routing=false"
+            )
+        tokens = len(episode.segments[-1].ids) + len(answer.ids)
+        check_table(answer.routing_SLK, tokens, self.text_sizes, where)
+
     def _go_on(
         self, episode: Episode, dialogue: TurnEncoder, messages: Sequence[Message], turn: int
     ) -> bool:
         """Show the environment's messages. Return whether the next answer is within the limits."""
         rl = self.cfg.rl
         where = f"{episode.where}: what rl.environment says after answer {turn + 1}"
+        said = dialogue.parse_reply(messages, where)
         reply, is_continued = dialogue.reply(messages, where, episode.record)
         if turn + 1 == rl.turns:
             return False
-        episode.replies.append(messages)
+        # The template finds the thoughts in the text of an answer.
+        episode.said += [ChatMessage("assistant", (episode.answers[-1],)), *said]
         if is_continued:
             length = len(episode.segments[-1].ids) + len(reply.ids_S) + 1
         else:
-            ids = self._conversation(episode, dialogue, [*episode.shown, reply], where)
+            ids = _conversation(episode, dialogue, episode.opening, [*episode.shown, reply], where)
             length = len(ids)
         if length + rl.max_new_tokens > rl.max_tokens:
             return False
@@ -180,18 +217,22 @@ class EpisodeRunner:
             episode.add_observation(reply, dialogue.end_id)
         else:
             episode.shown.append(reply)
-            episode.begin_segment(ids)
+            teacher_ids = None
+            if (opening := episode.teacher_opening) is not None:
+                seen = [opening, *episode.shown[1:]]
+                view = _conversation(episode, dialogue, episode.teacher_view, seen, where)
+                teacher_ids = torch.tensor(view)
+            episode.begin_segment(ids, teacher_ids)
         return True
 
-    def _conversation(
-        self, episode: Episode, dialogue: TurnEncoder, shown: Sequence[Row], where: str
-    ) -> list[int]:
-        """Return the tokens of the whole conversation so far, as the chat template shows it now."""
-        opening = dialogue.parse_opening(episode.opening, episode.where, episode.record)
-        said = []
-        for answer, reply in zip(episode.answers, episode.replies, strict=True):
-            said += [answer_message(answer), *dialogue.parse_reply(reply, where)]
-        return dialogue.conversation(opening, said, shown, where)
+
+def _conversation(
+    episode: Episode, dialogue: TurnEncoder, opening: Opening, shown: Sequence[Row], where: str
+) -> list[int]:
+    """Return the tokens of the whole conversation so far after this opening, as the chat template
+    shows it now."""
+    chat = dialogue.parse_opening(opening, episode.where, episode.record)
+    return dialogue.conversation(chat, episode.said, shown, where)
 
 
 def seed_of(seed: int, step: int, episode: Episode, turn: int) -> int:

@@ -29,8 +29,10 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
         max_len=engine.max_len or length,
         pictures=engine.pictures or max(1, max_images + more_images),
         videos=engine.videos,
+        has_media=any(index.images.any() or index.videos.any() for index in data.indexes),
         lora_rank=cfg.lora.rank,
         lora_vision=has_tower_weights(worker.adapted),
+        routing_layers=worker.source.sizes.text.expert_layers if rl.replay_routing else (),
     )
 
 
@@ -52,6 +54,7 @@ def sync_engine_weights(
 def _send_weights(
     worker: MegatronWorker, engines: EngineThread | None, version: int, folder: Path
 ) -> None:
+    interrupt = worker.cfg.rl.interrupt
     if not worker.cfg.lora.rank:
         named = worker.named_weights()
         if engines is None:
@@ -59,7 +62,7 @@ def _send_weights(
                 pass
             return
         try:
-            engines.submit(engines.engine.update(named, version)).result()
+            engines.submit(engines.engine.update(named, version, interrupt)).result()
         finally:
             for _ in named:  # the other ranks wait for each tensor, also if the engine refused one
                 pass
@@ -67,7 +70,8 @@ def _send_weights(
     target = folder / f"adapter-{version}"
     worker.export_hf(str(target), kind="adapter")
     if engines is not None:
-        engines.submit(engines.engine.update(Adapter(str(target)), version)).result()
+        update = engines.engine.update(Adapter(str(target)), version, interrupt)
+        engines.submit(update).result()
         for older in folder.glob("adapter-*"):
             if older != target:
                 shutil.rmtree(older)

@@ -1,19 +1,20 @@
 """Policy update on a rank, from the rows of a train batch.
 
-Shapes: S tokens of a row.
+Shapes: S tokens of a row, N drawn ones.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_vlm.config.schema import OWN
-from megatron_vlm.config.teachers import teachers_of
+from megatron_vlm.config.teachers import SELF, teachers_of
 from megatron_vlm.data.batches.collate import collate, filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.row import Row, place_row
@@ -21,8 +22,9 @@ from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.rl.advantages import importance_weights
 from megatron_vlm.rl.teacher_checks import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import TrainBatch, TrainRow, Update
+from megatron_vlm.rl.views import View, drawn, is_drawn, of_teacher, onto, replayed, same
 from megatron_vlm.training.frozen_models import FrozenModels
-from megatron_vlm.training.losses import Objective
+from megatron_vlm.training.losses import TEACHER_WEIGHTS, Objective
 from megatron_vlm.training.row_scores import RowScores, top_targets
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
@@ -36,6 +38,7 @@ class LogProbGap:
     largest: float
     mean: float
     weights_cut: float  # share of the tokens whose importance weight was truncated
+    masked: float | None = None  # share of the tokens without policy loss; None: no such limits
 
 
 class PolicyUpdater:
@@ -50,15 +53,25 @@ class PolicyUpdater:
             "kl_coef": rl.kl_coef,
             "entropy_coef": rl.entropy_coef,
             "teacher_coef": teacher.coef if teacher.top_k else None,
+            "teacher_beta": self.cfg.distill.share("reverse") if teacher.top_k else None,
         }
         self.options = {name: value for name, value in options.items() if value is not None}
         self.names = Objective.create(rl.loss, self.options).value_names
+        if teacher.top_k and teacher.view is not None:  # some rows may have none
+            self.names += (TEACHER_WEIGHTS,)
         self.models = FrozenModels(worker)
 
-    @cached_property
-    def teachers(self) -> list[MegatronWorker]:
-        """Teachers that the ranks run, loaded at first use, in the order of teacher.path."""
-        return [self.models.teacher(path) for path in teachers_of(self.cfg).values()]
+    def teachers(self) -> Iterator[MegatronWorker]:
+        """Yield the teachers that the ranks run, in the order of teacher.path. They are loaded at
+        first use. Use each before you ask for the next: adapters may be off until then."""
+        for path in teachers_of(self.cfg).values():
+            if path != SELF:
+                yield self.models.teacher(path)
+            elif self.cfg.teacher.weights == "live":
+                yield self.worker
+            else:
+                with self.models.reference() as model:
+                    yield model
 
     def gradients(
         self, update: Update, rows: Mapping[int, TrainRow], values: "Values"
@@ -73,27 +86,30 @@ class PolicyUpdater:
         )
 
     def _row(self, number: int, each: TrainRow, values: "Values") -> Row:
-        like_S, teacher = each.sampler_log_probs_S, self.cfg.teacher
-        old_S = values.old.get(number, like_S)
-        advantages_S = torch.full_like(like_S, each.advantage)
+        sampled_N, teacher = each.sampler_log_probs_N, self.cfg.teacher
+        old_N = values.old.get(number, sampled_N)
+        advantages_N = torch.full_like(sampled_N, each.advantage)
         scores = values.teacher.get(number)
-        targets: dict[str, Tensor] = {}
-        if scores is not None and teacher.top_k:
-            targets["teacher_ids_NJ"] = scores.ids_NJ
-            targets["teacher_log_probs_NR"] = scores.log_probs_NR
+        targets: dict[str, Any] = {}
+        if teacher.top_k:
+            events = scores or RowScores.uniform(len(old_N), teacher.top_k)
+            targets["teacher_ids_NJ"] = events.ids_NJ
+            targets["teacher_log_probs_NR"] = events.log_probs_NR
         elif scores is not None:
-            log_probs_S = torch.zeros_like(old_S)
-            log_probs_S[each.is_drawn_S] = scores.label_log_probs_N
-            advantages_S += teacher.coef * (log_probs_S - old_S)
+            advantages_N += teacher.coef * (scores.label_log_probs_N - old_N)
         inputs = {
-            "advantages": advantages_S * values.weights.get(number, torch.ones_like(like_S)),
-            "old_log_probs": old_S,
-            "ref_log_probs": values.reference.get(number, like_S),
+            TEACHER_WEIGHTS: torch.full_like(old_N, scores is not None),
+            "advantages": advantages_N * values.weights.get(number, torch.ones_like(sampled_N)),
+            "old_log_probs": old_N,
+            "ref_log_probs": values.reference.get(number, sampled_N),
         }
+        weights_S = None if each.weight == 1 else torch.full(each.row.ids_S.shape, each.weight)
+        if number in values.loss_weights:
+            weights_S = onto(values.loss_weights[number], each.row)
         return replace(
-            each.row,
-            values_S={name: inputs[name] for name in self.names},
-            loss_weights_S=None if each.weight == 1 else torch.full_like(like_S, each.weight),
+            replayed(each),
+            values_S={name: onto(inputs[name], each.row) for name in self.names},
+            loss_weights_S=weights_S,
             **targets,
         )
 
@@ -102,19 +118,20 @@ class PolicyUpdater:
         rl, has_teacher = self.cfg.rl, self.cfg.teacher.path is not None
         old: dict[int, Tensor] = {}
         weights: dict[int, Tensor] = {}
-        teacher = self._teacher_scores(train_batch, rows) if has_teacher else {}
+        teacher = self.teacher_scores(train_batch, rows) if has_teacher else {}
         # Log-probs of the own decoder are the trainer's already, but not to the last digit. A
         # teacher that is the student has nothing to teach, and so not even a rounding error.
         if self.cfg.engine.name != OWN or has_teacher:
-            old = self._log_probs_of_rows(self.worker, train_batch, rows)
+            old = self.drawn_log_probs(self.worker, train_batch, rows, replayed)
         if self.cfg.engine.name != OWN:
             for number, train_row in rows.items():
-                log_probs = old[number].tolist(), train_row.sampler_log_probs_S.tolist()
-                weights[number] = torch.tensor(importance_weights(*log_probs, rl.max_weight))
+                log_probs = old[number].tolist(), train_row.sampler_log_probs_N.tolist()
+                limits = rl.max_weight, rl.mask_weight
+                weights[number] = torch.tensor(importance_weights(*log_probs, *limits))
         reference = {}
         if rl.kl_coef is not None:
             with self.models.reference() as model:
-                reference = self._log_probs_of_rows(model, train_batch, rows)
+                reference = self.drawn_log_probs(model, train_batch, rows)
         return Values(old, weights, reference, teacher)
 
     def teacher_kls(self, rows: Mapping[int, TrainRow], values: "Values") -> dict[int, float]:
@@ -125,52 +142,58 @@ class PolicyUpdater:
             return {}
         local = {}
         for number, scores in values.teacher.items() if self.worker.grid.leads else ():
-            student_N = values.old[number][rows[number].is_drawn_S]
-            local[str(number)] = float((student_N - scores.label_log_probs_N).double().mean())
+            gap_N = values.old[number] - scores.label_log_probs_N
+            local[str(number)] = float(gap_N.double().mean())
         gathered = all_gather_json(local, None, self.worker.platform.device)
         return dict(sorted((int(number), kl) for each in gathered for number, kl in each.items()))
 
-    def _teacher_scores(
-        self, train_batch: TrainBatch, rows: Mapping[int, TrainRow]
+    def teacher_scores(
+        self, train_batch: TrainBatch, rows: Mapping[int, TrainRow], view: View = of_teacher
     ) -> dict[int, RowScores]:
-        """Return the scores of this replica's rows: by engines, which the rows have already, or by
-        the ranks' own teachers. A collective."""
+        """Return the scores of these rows of this replica: by engines, which the rows have already,
+        or by the ranks' own teachers, which see this view of them. A collective."""
         if self.cfg.teacher.engine != OWN:
             return {
-                number: RowScores.from_table(each.teacher_table, each.is_drawn_S.nonzero()[:, 0])
+                number: RowScores.from_table(each.teacher_table, is_drawn(each.row).nonzero()[:, 0])
                 for number, each in rows.items()
                 if each.teacher_table is not None
             }
         scores: dict[int, RowScores] = {}
         count = self.cfg.teacher.top_k or 0
-        for place, model in enumerate(self.teachers):
+        for place, model in enumerate(self.teachers()):
             vocab, path = model.source.sizes.text.vocab, model.cfg.model.path
             check_ids_of_teacher(train_batch, place, vocab, path)
-            own_rows = {number: each for number, each in rows.items() if each.teacher == place}
+            own_rows = {n: view(each) for n, each in rows.items() if each.teacher == place}
             score = partial(top_targets, model.stage, count=count, temperature=1.0)
             scores |= self._score_rows(model, score, train_batch, own_rows)
         return scores
 
-    def _log_probs_of_rows(
-        self, worker: MegatronWorker, train_batch: TrainBatch, rows: Mapping[int, TrainRow]
+    def drawn_log_probs(
+        self,
+        worker: MegatronWorker,
+        train_batch: TrainBatch,
+        rows: Mapping[int, TrainRow],
+        view: View = same,
     ) -> dict[int, Tensor]:
-        """Return the log-probs of these rows of this replica under a model."""
-        return self._score_rows(worker, worker.forward, train_batch, rows)
+        """Return the log-probs [N] of the drawn tokens of these rows of this replica, under a
+        model that sees this view of them. This is a collective."""
+        views = {number: view(each) for number, each in rows.items()}
+        scores = self._score_rows(worker, worker.forward, train_batch, views)
+        return {number: drawn(scores_S, views[number]) for number, scores_S in scores.items()}
 
     def _score_rows(
         self,
         worker: MegatronWorker,
         score: Callable[[list[MicroBatch]], list[Score]],
         train_batch: TrainBatch,
-        rows: Mapping[int, TrainRow],
+        rows: Mapping[int, Row],
     ) -> dict[int, Score]:
         """Return the result of `score`, which runs the model of this worker, for each of these
         rows."""
         scores: dict[int, Score] = {}
-        plain = {number: each.row for number, each in rows.items()}
         for update in train_batch.updates:
-            numbers = sorted(n for n in self._local_numbers(update) if n in plain)
-            scores |= zip(numbers, score(self._batches(update, plain, worker)), strict=True)
+            numbers = sorted(number for number in self._local_numbers(update) if number in rows)
+            scores |= zip(numbers, score(self._batches(update, rows, worker)), strict=True)
         return scores
 
     def _batches(
@@ -182,13 +205,13 @@ class PolicyUpdater:
     ) -> list[MicroBatch]:
         """Return this replica's micro-batches of an update, with these rows alone, in the form of a
         worker's model. Without rows there is a single filler batch."""
-        tokens = worker.source.sizes.tokens
+        tokens, limit = worker.source.sizes.tokens, self.cfg.train.micro_batch_tokens
         batches = []
         for share in update.plan[self.worker.grid.dp.rank]:
-            if not (numbers := [number for number in share if number in rows]):
-                continue
-            placed = [place_row(rows[number], tokens, f"row {number}", names) for number in numbers]
-            batches.append(collate(placed, numbers, names))
+            own = [number for number in share if number in rows]
+            for numbers in within_limit(own, rows, limit) if own else ():
+                placed = [place_row(rows[n], tokens, f"row {n}", names) for n in numbers]
+                batches.append(collate(placed, numbers, names))
         return batches or [filler_batch()]
 
     def _local_numbers(self, update: Update) -> list[int]:
@@ -206,30 +229,46 @@ class PolicyUpdater:
         decoder has drawn the answers. This is a collective."""
         if self.cfg.engine.name == OWN:
             return None
-        max_weight = self.cfg.rl.max_weight
-        local_sums = [0.0, 0.0, 0.0, 0.0]  # largest, sum, cut, tokens
+        rl = self.cfg.rl
+        low, high = rl.mask_weight or (0.0, math.inf)
+        local_sums = [0.0] * 5  # largest, sum, cut, masked, tokens
         for number, train_row in rows.items() if self.worker.grid.leads else ():
-            differ_S = values.old[number] - train_row.sampler_log_probs_S
-            differ_N = differ_S[train_row.is_drawn_S]
+            differ_N = values.old[number] - train_row.sampler_log_probs_N
             local_sums[0] = max(local_sums[0], float(differ_N.abs().max()))
             local_sums[1] += float(differ_N.abs().sum())
-            local_sums[2] += int((differ_N.exp() > max_weight).sum())
-            local_sums[3] += len(differ_N)
+            ratio_N = differ_N.exp()
+            local_sums[2] += int((ratio_N > rl.max_weight).sum())
+            local_sums[3] += int(((ratio_N < low) | (ratio_N > high)).sum())
+            local_sums[4] += len(differ_N)
         sums = all_gather_json(local_sums, None, self.worker.platform.device)
-        largest, total, cut, tokens = zip(*sums, strict=True)
+        largest, total, cut, masked, tokens = zip(*sums, strict=True)
         count = sum(tokens)
-        return LogProbGap(max(largest), sum(total) / count, sum(cut) / count)
+        share = None if rl.mask_weight is None else sum(masked) / count
+        return LogProbGap(max(largest), sum(total) / count, sum(cut) / count, share)
+
+
+def within_limit(numbers: list[int], rows: Mapping[int, Row], limit: int | None) -> list[list[int]]:
+    """Divide a micro-batch whose views are longer than the rows that it was planned for. Each rank
+    of the replica divides it alike, and one that is within the limit of tokens stays as it was."""
+    lengths = {number: len(rows[number].ids_S) for number in numbers}
+    if limit is None or len(numbers) == 1 or max(lengths.values()) * len(numbers) <= limit:
+        return [numbers]
+    ordered, half = sorted(numbers, key=lambda number: lengths[number]), len(numbers) // 2
+    parts = ordered[:half], ordered[half:]
+    return [divided for part in parts for divided in within_limit(part, rows, limit)]
 
 
 @dataclass(frozen=True)
 class Values:
-    """Inputs of the loss for each token of this replica's rows, by row number. Where `old` lacks a
-    row, the loss reads the sampler's log-probs instead."""
+    """Inputs of the loss for the drawn tokens [N] of this replica's rows, by row number. Where
+    `old` lacks a row, the loss reads the sampler's log-probs instead."""
 
     old: Mapping[int, Tensor]  # log-probs before the step
     weights: Mapping[int, Tensor]  # weights of the advantages
     reference: Mapping[int, Tensor]  # log-probs under the reference model
     teacher: Mapping[int, RowScores]
+    # Weights of the losses. Where they lack a row, all of its tokens have the row's weight.
+    loss_weights: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 def join_metrics(parts: Sequence[StepMetrics]) -> StepMetrics:

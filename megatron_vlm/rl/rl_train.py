@@ -11,6 +11,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.engines.engine_kinds import check_engine
+from megatron_vlm.report.metrics_lines import has_usage_line
 from megatron_vlm.train import compose_config
 from megatron_vlm.training.lr_schedule import lr_at
 
@@ -39,6 +40,8 @@ def learn(cfg: Config, signals: "Signals | None" = None) -> int:
 def learn_step(trainer: "RlTrainer", step: int) -> None:
     """Run a step: sample, compute the gradients, update the weights, and record the metrics.
     `step` steps were done before it."""
+    from megatron_vlm.rl.seen import measure_seen, weigh
+
     run, updater = trainer.run, trainer.updater
     run.profiler.begin_step(step + 1)
     run.begin_phase(step + 1, "samples")
@@ -46,6 +49,9 @@ def learn_step(trainer: "RlTrainer", step: int) -> None:
     rows = updater.local_rows(batch)
     run.begin_phase(step + 1, "scoring")
     values = updater.values(batch, rows)
+    is_shown = has_usage_line(step + 1, run.total_steps)
+    scores = measure_seen(updater, batch, rows, values, step, is_shown)
+    values = weigh(run.cfg, batch, rows, values, scores)
     metrics = []
     for update in batch.updates:
         run.begin_phase(step + 1, "forward and backward")
@@ -54,7 +60,7 @@ def learn_step(trainer: "RlTrainer", step: int) -> None:
         applied = run.worker.optim_step(lr_at(run.cfg.optim, step, run.total_steps))
     trainer.renew(step + 1)
     gap, teacher_kls = updater.log_prob_gap(rows, values), updater.teacher_kls(rows, values)
-    trainer.record(step, batch, after, metrics, applied, gap, teacher_kls)
+    trainer.record(step, batch, after, metrics, applied, gap, teacher_kls, scores)
 
 
 def run_rl(arguments: Sequence[str], signals: "Signals | None" = None) -> int:

@@ -1,24 +1,27 @@
 """Rollouts of each step: the choice of prompts, and the sampler that draws the answers."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, Handle
-from megatron_vlm.data.tokens.completions import SamplingSettings
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.distributed.rank0 import HEARTBEAT_S, result_of
 from megatron_vlm.engines.engine_thread import EngineThread
-from megatron_vlm.rl.completion_requests import CompletionQueue, EngineQueue, LockstepQueue
+from megatron_vlm.rl.completion_requests import CompletionQueue, Drawn, EngineQueue, LockstepQueue
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.rank_commands import RankCommands
 
 T = TypeVar("T")
+ROLLOUTS = "rollouts.json"  # file of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,15 @@ class Rollouts(Protocol):
 
 
 async def collect_rollouts(
-    episode_runner: EpisodeRunner, queue: CompletionQueue, step: int, position: Position
+    episode_runner: EpisodeRunner,
+    queue: CompletionQueue,
+    step: int,
+    position: Position,
+    tell_next: Callable[[Position], None] = lambda position: None,
 ) -> Rollout:
     """Sample answers to the prompts of a step. With dynamic sampling, prompts whose answers all
-    have the same reward are replaced by others, because they give no gradient."""
+    have the same reward are replaced by others, because they give no gradient. `tell_next` is
+    called with the position of the next step's prompts as soon as it is known."""
     start, num_prompts = time.perf_counter(), episode_runner.cfg.train.global_batch_size
     rl = episode_runner.cfg.rl
     with_signal: list[Group] = []
@@ -62,12 +70,16 @@ async def collect_rollouts(
         handles, position = next_prompts(
             episode_runner.data, position, num_prompts - len(with_signal)
         )
+        if not rl.dynamic_sampling:
+            tell_next(position)
         new_groups = await episode_runner.play(queue, handles, step, num_tried)
         num_tried += len(handles)
         with_signal += [group for group in new_groups if group.has_signal]
         without_signal += [group for group in new_groups if not group.has_signal]
         if len(with_signal) == num_prompts:
             break
+    if rl.dynamic_sampling:
+        tell_next(position)
     groups = with_signal
     if not rl.dynamic_sampling or not with_signal:
         groups = sorted([*with_signal, *without_signal], key=lambda group: group.episodes[0].group)[
@@ -139,9 +151,18 @@ class OwnRollouts:
         self.runner.close()
 
 
+@dataclass(frozen=True)
+class BegunRollout:
+    """A rollout in progress, or finished. `after` is the position of the next step's prompts."""
+
+    rollout: "Future[Rollout]"
+    after: "Future[Position]"
+    drawn: Drawn  # answers so far
+
+
 class EngineRollouts:
-    """Rollouts from engines. With rl.off_policy_steps=1, those of the next step are drawn during
-    this step."""
+    """Rollouts from engines. During a step, those of the next rl.off_policy_steps steps are drawn:
+    a step has no token of weights that are older."""
 
     def __init__(
         self,
@@ -152,13 +173,18 @@ class EngineRollouts:
     ):
         self.episode_runner, self.commands, self.engines = episode_runner, commands, engines
         self.ahead, self.last_step = episode_runner.cfg.rl.off_policy_steps, last_step
-        self.begun: Future[Rollout] | None = None
+        self.begun: dict[int, BegunRollout] = {}  # by step
+        self.known: dict[int, Drawn] = {}  # answers of an earlier run by step
 
     def take(self, step: int, position: Position) -> Rollout:
-        future, self.begun = self.begun or self._begin(step, position), None
-        rollout: Rollout = result_of(future, self.commands.wait)
-        if self.ahead and step < self.last_step:
-            self.begun = self._begin(step + 1, rollout.after)
+        after: Future[Position] = Future()
+        after.set_result(position)
+        for each in range(step, min(step + self.ahead, self.last_step) + 1):
+            if each not in self.begun:
+                self.begun[each] = self._begin(each, after)
+            after = self.begun[each].after
+        rollout: Rollout = result_of(self.begun[step].rollout, self.commands.wait)
+        del self.begun[step]
         return rollout
 
     def run(self, play: Play[T], episode_runner: EpisodeRunner) -> T:
@@ -166,10 +192,44 @@ class EngineRollouts:
         result: T = result_of(self.engines.submit(play(queue)), self.commands.wait)
         return result
 
-    def _begin(self, step: int, position: Position) -> "Future[Rollout]":
-        queue = EngineQueue(self.engines.engine, self.episode_runner.settings)
-        return self.engines.submit(collect_rollouts(self.episode_runner, queue, step, position))
+    def _begin(self, step: int, before: "Future[Position]") -> BegunRollout:
+        after: Future[Position] = Future()
+        drawn = self.known.pop(step, {})
+        queue = EngineQueue(self.engines.engine, self.episode_runner.settings, drawn)
+
+        async def collect() -> Rollout:
+            position = await asyncio.wrap_future(before)
+            source = self.episode_runner
+            return await collect_rollouts(source, queue, step, position, after.set_result)
+
+        return BegunRollout(self.engines.submit(collect()), after, drawn)
+
+    def texts(self) -> dict[str, str]:
+        """Return the file of a checkpoint with the answers that no step has trained on yet. After a
+        resume, these are not drawn again. Answers with the routing of their tokens are not kept."""
+        steps = {
+            step: [
+                [*key, each.as_json()]
+                for key, each in begun.drawn.copy().items()
+                if each.routing_SLK is None
+            ]
+            for step, begun in self.begun.items()
+        }
+        return {ROLLOUTS: json.dumps(steps)} if steps else {}
+
+    def restore(self, checkpoint: Path | None) -> None:
+        """Take the answers of a checkpoint, unless some token is older than rl.off_policy_steps
+        allows."""
+        if checkpoint is None or not (file := checkpoint / ROLLOUTS).is_file():
+            return
+        for name, answers in json.loads(file.read_text()).items():
+            drawn = {(seed, at): Completion.from_json(values) for seed, at, values in answers}
+            self.known[int(name)] = {
+                key: each
+                for key, each in drawn.items()
+                if int(name) - each.versions[0][0] <= self.ahead
+            }
 
     def close(self) -> None:
-        if self.begun is not None:
-            self.begun.cancel()
+        for each in self.begun.values():
+            each.rollout.cancel()

@@ -17,6 +17,7 @@ from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.policy_update import LogProbGap
 from megatron_vlm.rl.rollouts import Rollout
+from megatron_vlm.rl.seen import BLIND, SeenScores
 from megatron_vlm.run.log_sinks import JsonLines
 from megatron_vlm.training.worker import StepMetrics
 
@@ -25,15 +26,23 @@ _LONGEST = 200  # characters of the answer that is shown
 
 
 def rl_line(
-    step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | None, rewarded: bool = True
+    step: int,
+    done: Rollout,
+    metrics: StepMetrics,
+    apart: LogProbGap | None,
+    rewarded: bool = True,
+    seen: SeenScores | None = None,
 ) -> RlLine:
     """Return the metrics line of a step. The version of an engine's weights is the number of
     steps that were done before. Without rewards there are no figures of them."""
     episodes = [each for group in done.groups for each in group.episodes]
     rewards = [each.reward for each in episodes]
     lengths = [each.trained for each in episodes]
-    versions = [each for episode in episodes for each in episode.versions]
+    spans = [(step - 1 - version, tokens) for each in episodes for version, tokens in each.versions]
+    tokens = sum(count for _, count in spans)
     means = metrics.means
+    taught = [each for each in episodes if each.teacher_kl is not None]
+    share = sum(each.trained for each in taught) / sum(lengths)
     return RlLine(
         step=step,
         reward=fmean(rewards) if rewarded else None,
@@ -47,7 +56,8 @@ def rl_line(
         turns=fmean(len(each.answers) for each in episodes),
         sampling_s=done.seconds,
         kl=means.get("kl"),
-        teacher_kl=means.get("teacher_kl", _mean_teacher_kl(episodes)),
+        teacher_kl=_teacher_kl(taught, means.get("teacher_kl"), share),
+        taught=share if taught else None,
         entropy=means.get("entropy"),
         ratio=means.get("ratio"),
         clip_fraction=means.get("clip_fraction"),
@@ -55,9 +65,14 @@ def rl_line(
         apart=None if apart is None else apart.largest,
         apart_mean=None if apart is None else apart.mean,
         weights_cut=None if apart is None else apart.weights_cut,
-        behind=None if apart is None else step - 1 - fmean(versions),
+        masked=None if apart is None else apart.masked,
+        rerouted=means.get("rerouted"),
+        behind=None if apart is None else sum(age * count for age, count in spans) / tokens,
+        behind_max=None if apart is None else max(age for age, _ in spans),
         rows=fmean(len(each.segments) for each in episodes),
         reread=_reread(episodes),
+        seen=None if seen is None else seen.seen,
+        blind=None if seen is None else seen.blind,
         figures=_means([each.figures for each in episodes]),
     )
 
@@ -69,12 +84,15 @@ def _reread(episodes: Sequence[Episode]) -> float:
     return rows / last
 
 
-def _mean_teacher_kl(episodes: Sequence[Episode]) -> float | None:
-    """Return the mean over all tokens of the episodes."""
-    scored = [(each.teacher_kl, each.trained) for each in episodes if each.teacher_kl is not None]
-    if not scored:
+def _teacher_kl(taught: Sequence[Episode], exact: float | None, share: float) -> float | None:
+    """Return the mean over the tokens of the episodes that have a teacher. `exact` is that over all
+    tokens, if it was computed, where those without a teacher have 0."""
+    if not taught:
         return None
-    return sum(kl * tokens for kl, tokens in scored) / sum(tokens for _, tokens in scored)
+    if exact is not None:
+        return exact / share
+    total = sum(each.trained for each in taught)
+    return sum((each.teacher_kl or 0.0) * each.trained for each in taught) / total
 
 
 def _means(figures: list[dict[str, float]]) -> dict[str, float]:
@@ -176,6 +194,28 @@ class SignalWatch:
         return (
             "each prompt is too easy or too hard; give other prompts, more rl.samples, or "
             "rl.dynamic_sampling=true, which replaces such prompts"
+        )
+
+
+@dataclass
+class SightWatch:
+    """Watch over the steps in which `seen` is measured. It gives one hint in each row of those in
+    which the pictures change nothing."""
+
+    blind: int = 0  # such steps so far, in a row
+
+    def check(self, scores: SeenScores) -> str | None:
+        """Return a hint if this is the last step that is waited for, and None otherwise."""
+        if (seen := scores.seen) is None:  # no row of the step has a picture
+            return None
+        self.blind = self.blind + 1 if seen < BLIND else 0
+        if self.blind != PATIENCE_STEPS:
+            return None
+        return (
+            f"the pictures change nothing: in {PATIENCE_STEPS} measured steps in a row the answers "
+            f"were as likely with hidden pictures as with the real ones (seen {number(seen)}). The "
+            "model does not get its pictures, the vision tower gives zeros, or the answers need "
+            "no picture: see rl.seen in docs/rl.md"
         )
 
 

@@ -2,16 +2,13 @@
 They need files of both checkpoints, but no weights."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
 from typing import Any
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.config.teachers import teachers_of
-from megatron_vlm.data.media.images import ImageSettings
-from megatron_vlm.data.media.processor_settings import VideoSettings
+from megatron_vlm.config.teachers import teacher_checkpoints
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
-from megatron_vlm.family import read_sizes
+from megatron_vlm.family import read_family, read_sizes
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.rl.train_batch import TrainBatch
 
@@ -20,7 +17,7 @@ _BOUNDS = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
 
 def check_teachers(cfg: Config) -> None:
     """Refuse a teacher that would score other tokens, or see other pixels, than the student."""
-    for path in dict.fromkeys(teachers_of(cfg).values()):
+    for path in dict.fromkeys(teacher_checkpoints(cfg).values()):
         try:
             read_sizes(path)
         except MegatronVLMError as error:
@@ -76,23 +73,15 @@ def _check_vocab(cfg: Config, path: str) -> None:
 
 
 def _check_pixels(cfg: Config, path: str) -> None:
-    data = cfg.data
-    bounds = data.min_pixels, data.max_pixels
-    chosen = asdict(data.video)
-    settings = [
-        (
-            ImageSettings.from_checkpoint(folder, *bounds),
-            VideoSettings.from_checkpoint(folder, chosen),
+    for kind, chosen in (("image", vars(cfg.data)), ("video", vars(cfg.data.video))):
+        student, teacher = (
+            vars(getattr(read_family(folder), f"{kind}s")(folder, chosen))
+            for folder in (folder_of(cfg.model.path), folder_of(path))
         )
-        for folder in (folder_of(cfg.model.path), folder_of(path))
-    ]
-    for kind, (student, teacher) in zip(
-        ("image", "video"), zip(*settings, strict=True), strict=True
-    ):
-        for item in fields(student):
-            values = getattr(student, item.name), getattr(teacher, item.name)
+        for name in student | teacher:
+            values = student.get(name), teacher.get(name)
             if values[0] != values[1]:
-                raise _pixel_error(cfg, path, kind, item.name, values)
+                raise _pixel_error(cfg, path, kind, name, values)
 
 
 def _pixel_error(

@@ -3,11 +3,11 @@ replicas.
 
 Rank 0 makes it and sends it to every rank as bytes. Pictures that episodes share are sent once.
 
-Shapes: S tokens.
+Shapes: L decoder layers with experts, K experts of a token, S tokens of a row, N drawn ones.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,15 +16,15 @@ from torch import Tensor
 from megatron_vlm.config.data_sources import name_of_source
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.teachers import ALL_SOURCES, teachers_of
-from megatron_vlm.data.batches.balance import Limits, Plan, RowSize, plan_batch
+from megatron_vlm.data.batches.balance import Limits, Plan, RowSize, VisualSize, plan_batch
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.loader import BatchFigures
-from megatron_vlm.data.batches.micro_batch import VISUAL_FIELDS
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
+from megatron_vlm.data.tokens.joined_pictures import GRID_OF, join_parts, parts_of
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.advantages import divisor_of, group_advantages, token_weights
-from megatron_vlm.rl.episode import Group, Segment, pictures_of
+from megatron_vlm.rl.episode import Episode, Group, Segment, pictures_of
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,18 @@ class TrainRow:
     """Segment of an episode to train on, in which every drawn token is supervised."""
 
     row: Row
-    sampler_log_probs_S: Tensor  # log-probs of the drawn tokens; 0 for the other tokens
+    sampler_log_probs_N: Tensor  # log-probs of the drawn tokens, in order
     advantage: float
     weight: float  # weight of each token's loss
-    teacher: int = 0  # place of its teacher among those of teacher.path
+    teacher: int = 0  # place of its teacher among those of teacher.path; -1: none
     # The scores of a teacher's engine [S, 1 + K, 2]: see Engine.score. None: the ranks score.
     teacher_table: Tensor | None = None
-
-    @property
-    def is_drawn_S(self) -> Tensor:
-        """True where a token was drawn."""
-        return self.row.labels_S != IGNORE
+    prompt_length: int = 0  # tokens of the row's prompt
+    teacher_prompt: Row | None = None  # what teacher.view shows for it, with the later pictures
+    episode: int = 0  # number of its episode
+    group: int = 0  # number of its prompt in the step
+    # Experts of the tokens [S, L, K] that an engine chose, as a Row takes them.
+    routing_SLK: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ def make_train_batch(
         figures = BatchFigures.from_plan(sizes, plan)
         plan = [[[first + row for row in batch] for batch in share] for share in plan]
         divisor = divisor_of(lengths, cfg.rl.aggregate, cfg.rl.max_new_tokens)
+        if cfg.rl.seen == "va_opd":  # the weights of the answers to a prompt have the sum 1
+            divisor = float(len(update_groups))
         updates.append(Update(plan, divisor, figures))
     return TrainBatch(rows, updates)
 
@@ -97,18 +100,22 @@ def _rows(groups: Sequence[Group], cfg: Config) -> list[TrainRow]:
         advantages = group_advantages(group.rewards, cfg.rl.advantage)
         for episode, advantage, weight in zip(episodes, advantages, weights, strict=True):
             for each in episode.segments:
-                rows.append(
-                    TrainRow(_row(each), _sampled_log_probs(each), advantage, weight, teacher)
-                )
+                sampled = _sampled_log_probs(each)
+                view = each.prompt_length, _teacher_prompt(episode, each)
+                row = TrainRow(_row(each), sampled, advantage, weight, teacher, None, *view)
+                row = replace(row, episode=episode.number, group=episode.group)
+                rows.append(replace(row, routing_SLK=each.routing_SLK))
     return rows
 
 
 def _teacher_of(group: Group, cfg: Config) -> int:
     """Return the place of the teacher of a group's source."""
     names = list(teachers_of(cfg))
+    first = group.episodes[0]
+    if cfg.teacher.view is not None and first.teacher_opening is None:
+        return -1
     if names in ([], [ALL_SOURCES]):
         return 0
-    first = group.episodes[0]
     name = first.record.get("data_source")
     if not isinstance(name, str):
         name = name_of_source(cfg.data.train[group.source].path)
@@ -124,6 +131,14 @@ def _teacher_of(group: Group, cfg: Config) -> int:
     return names.index(name)
 
 
+def _teacher_prompt(episode: Episode, segment: Segment) -> Row | None:
+    if episode.teacher_opening is None or segment.teacher_ids is None:
+        return None
+    pictures = pictures_of([episode.teacher_opening, *segment.pictures[1:]])
+    ids_S = segment.teacher_ids
+    return Row(ids_S, torch.full_like(ids_S, IGNORE), **pictures)
+
+
 def _row(segment: Segment) -> Row:
     ids_S = torch.tensor(segment.ids)
     drawn_S = torch.tensor([each is not None for each in segment.log_probs])
@@ -132,42 +147,74 @@ def _row(segment: Segment) -> Row:
 
 
 def _sampled_log_probs(segment: Segment) -> Tensor:
-    return torch.tensor([0.0 if each is None else each for each in segment.log_probs])
+    return torch.tensor([each for each in segment.log_probs if each is not None])
 
 
 def _size(row: Row, work: WorkModel) -> RowSize:
-    grids = [each for each in (row.image_grid_I3, row.video_grid_I3) if each is not None]
-    patches = sum(int(grid.prod(-1).sum()) for grid in grids)
-    pairs = sum(int((t * (h * w) ** 2).sum()) for t, h, w in (grid.unbind(-1) for grid in grids))
+    patches, pairs, visuals = 0, 0, list[VisualSize]()
+    for pixels_PC, grid_I3 in (part for name in GRID_OF for part in parts_of(row, name)):
+        t, h, w = grid_I3.unbind(-1)
+        counts = int((t * h * w).sum()), int((t * (h * w) ** 2).sum())
+        # Rows that share pixels have the same object.
+        visuals.append(VisualSize(id(pixels_PC), counts[0], float(work.visual(*counts))))
+        patches, pairs = patches + counts[0], pairs + counts[1]
     supervised = int((row.labels_S != IGNORE).sum())
     images = 0 if row.image_grid_I3 is None else len(row.image_grid_I3)
-    return work.row_size(len(row.ids_S), supervised, patches, pairs, images)
+    size = work.row_size(len(row.ids_S), supervised, patches, pairs, images)
+    return replace(size, visuals=tuple(visuals))
 
 
 def train_batch_to_bytes(train_batch: TrainBatch) -> bytes:
     """Serialize a train batch for `train_batch_from_bytes` on the other ranks."""
     columns: dict[str, list[Tensor]] = {"ids": [], "labels": [], "log_probs": []}
-    columns |= {name: [] for name in VISUAL_FIELDS}
-    # {field: the place of each row's tensor in the field's column, or -1}
-    places: dict[str, list[int]] = {name: [] for name in VISUAL_FIELDS}
-    column_places: dict[tuple[str, int], int] = {}
+    columns |= {name: [] for pair in GRID_OF.items() for name in pair}
+    number_of: dict[tuple[int, int], int] = {}
+    visuals = []
     for train_row in train_batch.rows:
         columns["ids"].append(train_row.row.ids_S)
         columns["labels"].append(train_row.row.labels_S)
-        columns["log_probs"].append(train_row.sampler_log_probs_S)
-        for name in VISUAL_FIELDS:
-            tensor = getattr(train_row.row, name)
-            place = -1
-            if tensor is not None:
-                place = column_places.setdefault((name, id(tensor)), len(columns[name]))
-                columns[name] += [tensor] * (place == len(columns[name]))
-            places[name].append(place)
-    numbers = [[each.advantage, each.weight, each.teacher] for each in train_batch.rows]
+        columns["log_probs"].append(train_row.sampler_log_probs_N)
+        shown = (train_row.row, train_row.teacher_prompt)
+        visuals.append([row and _add_visuals(row, columns, number_of) for row in shown])
+    prompts = [each.teacher_prompt for each in train_batch.rows]
+    columns["teacher_ids"] = [prompt.ids_S for prompt in prompts if prompt is not None]
+    names = ("advantage", "weight", "teacher", "prompt_length", "episode", "group")
+    numbers = [{name: getattr(each, name) for name in names} for each in train_batch.rows]
     tables = [each.teacher_table for each in train_batch.rows]
     columns["teacher_tables"] = [each for each in tables if each is not None]
+    routings = [each.routing_SLK for each in train_batch.rows]
+    columns["routing"] = [each for each in routings if each is not None]
     updates = [[each.plan, each.divisor, vars(each.figures)] for each in train_batch.updates]
-    meta = {"places": places, "numbers": numbers, "updates": updates}
+    meta = {"visuals": visuals, "numbers": numbers, "updates": updates}
     return pack({name: (True, rows) for name, rows in columns.items()}, meta)
+
+
+def _add_visuals(
+    row: Row, columns: Mapping[str, list[Tensor]], number_of: dict[tuple[int, int], int]
+) -> dict[str, list[int]]:
+    """Add the row's pixels and grids to their columns, unless they are there. Return the numbers of
+    its parts there."""
+    numbers: dict[str, list[int]] = {name: [] for name in GRID_OF}
+    for name, grid_name in GRID_OF.items():
+        for pixels_PC, grid_I3 in parts_of(row, name):
+            new = len(columns[name])
+            numbers[name].append(number_of.setdefault((id(pixels_PC), id(grid_I3)), new))
+            if numbers[name][-1] == new:
+                columns[name].append(pixels_PC)
+                columns[grid_name].append(grid_I3)
+    return numbers
+
+
+def _visuals_from(
+    numbers: Mapping[str, Sequence[int]], columns: Mapping[str, Sequence[Tensor]]
+) -> dict[str, Any]:
+    """Return the visual fields of the row with these parts."""
+    return join_parts(
+        {
+            name: [(columns[name][n], columns[grid_name][n]) for n in numbers[name]]
+            for name, grid_name in GRID_OF.items()
+        }
+    )
 
 
 def train_batch_from_bytes(data: bytes) -> TrainBatch:
@@ -175,17 +222,20 @@ def train_batch_from_bytes(data: bytes) -> TrainBatch:
     fields, meta = unpack(data)
     columns = {name: rows for name, (_, rows) in fields.items()}
     tables = columns["teacher_tables"]  # empty if the ranks score
+    teacher_ids = iter(columns["teacher_ids"])
+    routings = columns["routing"]  # empty if the routers choose
     texts = zip(columns["ids"], columns["labels"], columns["log_probs"], strict=True)
     rows = []
-    for number, (ids_S, labels_S, log_probs_S) in enumerate(texts):
-        shown: dict[str, Any] = {}
-        for name in VISUAL_FIELDS:
-            place = meta["places"][name][number]
-            shown[name] = None if place < 0 else columns[name][place]
+    for number, (ids_S, labels_S, log_probs_N) in enumerate(texts):
         table = tables[number] if tables else None
-        row = Row(ids_S, labels_S, **shown)
-        advantage, weight, teacher = meta["numbers"][number]
-        rows.append(TrainRow(row, log_probs_S, advantage, weight, teacher, table))
+        of_row, of_prompt = meta["visuals"][number]
+        row, view = Row(ids_S, labels_S, **_visuals_from(of_row, columns)), None
+        if of_prompt is not None:
+            seen_S = next(teacher_ids)
+            view = Row(seen_S, torch.full_like(seen_S, IGNORE), **_visuals_from(of_prompt, columns))
+        each = TrainRow(row, log_probs_N, teacher_table=table, **meta["numbers"][number])
+        routing_SLK = routings[number] if routings else None
+        rows.append(replace(each, teacher_prompt=view, routing_SLK=routing_SLK))
     updates = [
         Update(plan, divisor, BatchFigures(**figures)) for plan, divisor, figures in meta["updates"]
     ]

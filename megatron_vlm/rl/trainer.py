@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_vlm.config.command_checks import has_rewards, needs_held_out_rewards
 from megatron_vlm.config.schema import OWN
+from megatron_vlm.config.teachers import needs_initial_model
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures, StepBatch
@@ -21,7 +22,8 @@ from megatron_vlm.rl.policy_engine import settings_of, sync_engine_weights
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
 from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
-from megatron_vlm.rl.step_report import SignalWatch, rl_line, write_sample_lines
+from megatron_vlm.rl.seen import SeenScores
+from megatron_vlm.rl.step_report import SightWatch, SignalWatch, rl_line, write_sample_lines
 from megatron_vlm.rl.teacher_checks import check_teachers
 from megatron_vlm.rl.teacher_engines import EngineTeachers
 from megatron_vlm.rl.train_batch import (
@@ -48,19 +50,19 @@ class RlTrainer:
         with fail_together(run.worker.platform.device, ConfigError):
             if self.leads:
                 check_teachers(self.cfg)
-        if self.cfg.rl.kl_coef is not None:
+        if needs_initial_model(self.cfg):
             run.begin_phase(run.progress.step, "loading the initial model", files=True)
             with self.updater.models.reference():
                 pass  # it is loaded now, and not in the first step
         if self.cfg.teacher.path is not None and self.cfg.teacher.engine == OWN:
             run.begin_phase(run.progress.step, "loading the teachers", files=True)
-            assert self.updater.teachers
+            assert list(self.updater.teachers())
         self.commands = RankCommands(run.worker, run.signals)
         self.engines: EngineThread | None = None
         self.rollouts: Rollouts | None = None
         self.teachers: EngineTeachers | None = None  # set on rank 0, if there are such engines
         self.last: Rollout | None = None  # set on rank 0 only
-        self.signal = SignalWatch(self.cfg.rl)
+        self.signal, self.sight = SignalWatch(self.cfg.rl), SightWatch()
         held_out = HeldOutPrompts.open(run)
         run.begin_phase(run.progress.step, "starting rewards and engines", files=True)
         with fail_together(run.worker.platform.device, ConfigError):
@@ -86,7 +88,11 @@ class RlTrainer:
         if has_rewards(self.cfg):
             pool = RewardPool(RewardSettings.from_config(rl, rl.processes))
         self.opened.callback(pool.close)
-        self.episode_runner = EpisodeRunner(self.cfg, data, pool)
+        views = None
+        if self.cfg.teacher.view is not None:
+            views = RewardPool(RewardSettings.of_view(self.cfg, rl.processes))
+            self.opened.callback(views.close)
+        self.episode_runner = EpisodeRunner(self.cfg, data, pool, views)
         self.held_out = HeldOutPrompts.with_pool(self.cfg, held_out, pool)
 
     def _start(self) -> tuple[bytes, dict[str, Any]]:
@@ -100,6 +106,8 @@ class RlTrainer:
             self.engines.start(self.cfg.engine, settings, self.commands.wait)
             last = self.run.total_steps - 1
             self.rollouts = EngineRollouts(self.episode_runner, self.commands, self.engines, last)
+            self.rollouts.restore(self.run.saver.newest)
+            self.run.saver.more_texts = self.rollouts.texts
         self.opened.callback(self.rollouts.close)
         if self.cfg.teacher.engine != OWN:
             data, waiting = self.episode_runner.data, self.commands.wait
@@ -167,9 +175,11 @@ class RlTrainer:
         applied: tuple[float, float],
         apart: LogProbGap | None,
         teacher_kls: Mapping[int, float],
+        seen: SeenScores | None,
     ) -> None:
         """Log the data and the metrics of a finished step. `applied`: gradient norm and learning
-        rate. `teacher_kls`: the mean KL to the teacher of each row of the train batch."""
+        rate. `teacher_kls`: the mean KL to the teacher of each row of the train batch. `seen`: how
+        far the answers depend on pictures, if that was measured."""
         figures = [astuple(update.figures) for update in train_batch.updates]
         total = BatchFigures(*(sum(column) for column in zip(*figures, strict=True)))
         whole = join_metrics(metrics)
@@ -182,7 +192,8 @@ class RlTrainer:
                 episode, part = segments[number]
                 share = kl * (part.drawn / episode.trained)
                 episode.teacher_kl = (episode.teacher_kl or 0.0) + share
-            self.run.log.samples(rl_line(step + 1, self.last, whole, apart, has_rewards(self.cfg)))
+            line = rl_line(step + 1, self.last, whole, apart, has_rewards(self.cfg), seen)
+            self.run.log.samples(line)
         self.run.record(step, StepBatch([], after, total), whole, *applied)
         if self.leads:
             assert self.last is not None
@@ -190,6 +201,8 @@ class RlTrainer:
             right = self.episode_runner.right_answer(first)
             teaches = self.cfg.teacher.path is not None
             if not teaches and (hint := self.signal.check(self.last.groups, right)) is not None:
+                self.run.log.event(step + 1, hint)
+            if seen is not None and (hint := self.sight.check(seen)) is not None:
                 self.run.log.event(step + 1, hint)
             if has_usage_line(step + 1, self.run.total_steps):
                 write_sample_lines(

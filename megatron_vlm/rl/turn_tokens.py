@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_vlm.data.records.formats import VARIABLE_KEYS
 from megatron_vlm.data.records.record import ChatMessage, Conversation
-from megatron_vlm.data.tokens.chat_template import split_thoughts
+from megatron_vlm.data.tokens.answer_message import message_of
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
@@ -16,8 +16,10 @@ from megatron_vlm.errors import DataError
 _NO_RECORD: Mapping[str, Any] = MappingProxyType({})
 _NO_LIMIT = 2**31 - 1  # tokens
 # Stand-ins for the question and the answer: a template renders the later turns in the same way
-# after any text.
+# after any text. One that leaves out how an answer was opened shows results only after a call.
 _BEFORE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+_CALL = {"type": "function", "function": {"name": "b", "arguments": {}}}
+_CALLED = (_BEFORE[0], {"role": "assistant", "content": "", "tool_calls": [_CALL]})
 
 
 class TurnEncoder:
@@ -25,17 +27,20 @@ class TurnEncoder:
 
     def __init__(self, reader: Reader):
         # A program's messages have their images as parts, so placeholders in them are plain text.
-        # They have no columns with misspelled names.
-        cfg = replace(reader.encoder.cfg, unknown_keys="refuse", lone_marks="text")
+        # They have no columns with misspelled names. Without their end nothing could follow them.
+        program: dict[str, Any] = {"unknown_keys": "refuse", "lone_marks": "text"}
+        cfg = replace(reader.encoder.cfg, truncation="error", **program)
         self.reader = replace(reader, kind="chat", encoder=replace(reader.encoder, cfg=cfg))
         # A conversation has what a model wrote, and rl.max_tokens limits its length.
-        limits: dict[str, Any] = {"max_tokens": _NO_LIMIT, "truncation": "error"}
-        whole = replace(cfg, special_tokens="escape", system=None, **limits)
+        whole = replace(cfg, special_tokens="escape", system=None, max_tokens=_NO_LIMIT)
         self.whole = replace(self.reader, encoder=replace(reader.encoder, cfg=whole))
         self.prompts = reader
-        self.end_id = reader.encoder.renderer.end_id
-        self.before: dict[str, list[int]] = {}  # tokens of _BEFORE with each choice of variables
-        self._tokens_before({})
+        renderer = reader.encoder.renderer
+        self.end_ids, self.end_id = renderer.end_ids, renderer.end_ids[0]
+        self.chat_format = renderer.chat_format
+        # Tokens of stand-ins by the variables, and whether these show what opens an answer.
+        self.before: dict[str, tuple[list[int], bool]] = {}
+        self._tokens_before(_BEFORE, {})
 
     def opening(
         self,
@@ -47,6 +52,20 @@ class TurnEncoder:
         episode's record may set variables of the chat template."""
         return self._row(messages, _variables(record), where)
 
+    def view(
+        self, messages: Sequence[Mapping[str, Any]], where: str, record: Mapping[str, Any]
+    ) -> Row:
+        """Encode messages that a teacher sees in place of the beginning of an episode."""
+        chat = self.parse_opening(messages, where, record)
+        if chat.turns[-1].role == "assistant":
+            raise DataError(
+                " ends with an answer, and those of the episode follow what a view returns",
+                place=where,
+                key="teacher.view",
+                remedy="leave it out, and give a hint in a message of the user",
+            )
+        return self.opening(messages, where, record)
+
     def reply(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -56,44 +75,39 @@ class TurnEncoder:
         """Encode the messages as they follow the token that ends an answer, up to the start of the
         next answer. Return them, and whether the chat template leaves earlier turns as they were.
         Then the answer stays as it was drawn: it is not rendered again."""
-        variables = _variables(record)
-        before = self._tokens_before(variables)
-        row = self._row([*_BEFORE, *messages], variables, where)
+        variables, is_shown_whole = _variables(record), self.chat_format.begin_answer is None
+        is_result = messages[0].get("role") == "tool" if messages else False
+        stand_ins = _CALLED if is_result and not is_shown_whole else _BEFORE
+        before, is_shown = self._tokens_before(stand_ins, variables)
+        row = self._row([*stand_ins, *messages], variables, where)
         ids = row.ids_S.tolist()
         count = len(before)
-        is_continued = ids[:count] == before
-        if not is_continued:  # the messages follow the end of the same turn
-            ends = [place for place, token in enumerate(ids) if token == self.end_id]
-            turns = before.count(self.end_id)
-            if len(ends) < turns:
-                raise DataError(
-                    ": the chat template leaves earlier turns out, so that no answer can follow",
-                    place=where,
-                    key="data.template_kwargs",
-                    remedy="give values that keep earlier turns, or a template that does",
-                )
-            count = ends[turns - 1] + 1
-        return replace(row, ids_S=row.ids_S[count:], labels_S=row.labels_S[count:]), is_continued
+        is_same = is_shown and ids[:count] == before
+        if not is_same:  # the messages follow the end of the same turn
+            ends = [place for place, token in enumerate(ids) if token in self.end_ids]
+            count = ends[sum(token in self.end_ids for token in before) - 1] + 1
+        reply = replace(row, ids_S=row.ids_S[count:], labels_S=row.labels_S[count:])
+        return reply, is_same and is_shown_whole
 
     def conversation(
         self, opening: Conversation, said: Sequence[ChatMessage], shown: Sequence[Row], where: str
     ) -> list[int]:
         """Return the tokens of a conversation up to the start of the next answer, with the answers
         as text. Its pictures are those of the rows that were shown, and are not read again."""
-        chat = replace(opening, where=where, turns=(*opening.turns, *said))
+        turns = [
+            message_of("".join(map(str, turn.parts)), self.chat_format, opening.tools)
+            if turn.role == "assistant"
+            else turn
+            for turn in said
+        ]
+        chat = replace(opening, where=where, turns=(*opening.turns, *turns))
         sample = self.whole.encode_chat(chat, prompt=True)
-        for grids, name in (
-            (sample.image_grids, "image_grid_I3"),
-            (sample.video_grids, "video_grid_I3"),
-        ):
-            seen = [grid for row in shown for grid in _grids(row, name)]
-            if [list(grid) for grid in grids] != seen:
-                raise DataError(
-                    f": the chat template shows {len(grids)} of {len(seen)} pictures or videos "
-                    "once others follow, or in another size",
-                    place=where,
-                    remedy="give a template that keeps the pictures of earlier turns",
-                )
+        image_grids, video_grids = (
+            [tuple(grid) for row in shown for grid in _grids(row, name)]
+            for name in ("image_grid_I3", "video_grid_I3")
+        )
+        assert list(sample.image_grids) == image_grids, (sample.image_grids, image_grids)
+        assert list(sample.video_grids) == video_grids, (sample.video_grids, video_grids)
         return sample.ids_S.tolist()
 
     def parse_opening(
@@ -117,18 +131,34 @@ class TurnEncoder:
     def parse_reply(
         self, messages: Sequence[Mapping[str, Any]], where: str
     ) -> Sequence[ChatMessage]:
-        """Parse messages of the environment."""
+        """Parse messages of the environment after an answer."""
         chat = self.whole.parse({"messages": list(messages)}, where)
         assert isinstance(chat, Conversation)
+        if any(turn.role == "assistant" for turn in chat.turns):
+            raise DataError(
+                ": answers are the model's, and earlier turns stay as they are",
+                place=where,
+                key="role",
+                found="assistant",
+                remedy="return only what is new",
+            )
         return chat.turns
 
-    def _tokens_before(self, variables: Mapping[str, Any]) -> list[int]:
-        """Return the tokens of the stand-ins. Those after the end of the answer are left out: they
-        would open another answer."""
-        key = json.dumps(variables, sort_keys=True, default=str)
+    def _tokens_before(
+        self, stand_ins: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[list[int], bool]:
+        """Return the tokens of the stand-ins, and whether the text that opens an answer, such as
+        <think>, stays before it. Those after the end of the answer are left out: they would open
+        another answer."""
+        key = json.dumps([stand_ins, variables], sort_keys=True, default=str)
         if key not in self.before:
-            before = self._row(_BEFORE, variables, "the chat template").ids_S.tolist()
-            self.before[key] = before[: _last_place(before, self.end_id) + 1]
+            asked, before = (
+                self._row(each, variables, "the chat template").ids_S.tolist()
+                for each in (stand_ins[:1], stand_ins)
+            )
+            decode = self.prompts.encoder.renderer.tokenizer.decode
+            is_shown = decode(before).startswith(decode(asked))
+            self.before[key] = before[: _last_place(before, self.end_ids) + 1], is_shown
         return self.before[key]
 
     def _row(
@@ -139,21 +169,12 @@ class TurnEncoder:
         return self.reader.row(record, where, sample).row
 
 
-def answer_message(text: str) -> ChatMessage:
-    """Return the message of an answer, with its thoughts apart, as a server gives it to the
-    template."""
-    parts = split_thoughts({"role": "assistant", "content": text})
-    return ChatMessage(
-        "assistant", (parts["content"],), reasoning=parts.get("reasoning_content", "")
-    )
-
-
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: record[key] for key in VARIABLE_KEYS if record.get(key) is not None}
 
 
-def _last_place(ids: Sequence[int], token_id: int) -> int:
-    return max(place for place, token in enumerate(ids) if token == token_id)
+def _last_place(ids: Sequence[int], token_ids: Sequence[int]) -> int:
+    return max(place for place, token in enumerate(ids) if token in token_ids)
 
 
 def _grids(row: Row, name: str) -> list[list[int]]:

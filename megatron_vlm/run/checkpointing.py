@@ -51,6 +51,8 @@ class CheckpointManager:
         self.newest: Path | None = None  # the checkpoint of the current weights
         self.turned_to: Path | None = None  # a checkpoint whose weights are not loaded yet
         self.remarks: list[str] = []  # on rank 0: notes about the resume
+        # On rank 0: returns the contents of more files of a checkpoint, by their names.
+        self.more_texts: Callable[[], dict[str, str]] = dict
 
     def find(self) -> None:
         """Find the checkpoint that checkpoint.resume means. The frozen inputs of an undamaged one
@@ -148,7 +150,8 @@ class CheckpointManager:
         dist.barrier()
         content = replace(progress, data=self.data, frozen=self.frozen).to_json()
         async_save, run = self.cfg.checkpoint.async_save, self.claim.run if self.claim else None
-        self.pending = save(self.worker, target, content, async_save, run, self.head)
+        texts = self.more_texts()
+        self.pending = save(self.worker, target, content, async_save, run, self.head, texts=texts)
         self.saved_step, self.best_step = progress.step, progress.best_step
         self.poll()
 

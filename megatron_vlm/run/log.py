@@ -96,7 +96,7 @@ class RunLog:
         """Log the samples of a step before its other figures: the terminal shows one line."""
         self._write(figures)
         parts = [f"{figures.answer_tokens:.1f} tokens", f"{figures.sampling_s:.1f} s of sampling"]
-        for name in ("apart", "kl", "teacher_kl", "reward"):
+        for name in ("apart", "seen", "kl", "teacher_kl", "reward"):
             if (value := getattr(figures, name)) is not None:
                 parts.insert(0, f"{name} {value:.{4 if name == 'reward' else 2}g}")
         self.learnt = parts
@@ -150,6 +150,8 @@ def step_figures(window: list[StepLine]) -> list[str]:
         f"{_mean(window, 'images_per_s'):,.1f} img/s",
         f"pad {100 * _mean(window, 'padding'):.1f}%",
     ]
+    if last.shared_patches is not None:
+        parts.append(f"shared {100 * last.shared_patches:.0f}%")
     if last.mfu is not None:
         parts.append(f"MFU {100 * _mean(window, 'mfu'):.1f}%")
     return [*parts, f"{last.memory_gb:.1f} GB"]

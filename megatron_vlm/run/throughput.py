@@ -70,6 +70,7 @@ class Meter:
             skipped=not (empty or finite),
             empty=empty,
             samples=batch.samples,
+            shared_patches=batch.shared_patches / batch.patches if batch.shared_patches else None,
             **{name: metrics.means.get(name) for name in _FIGURES},
         )
 

@@ -13,7 +13,7 @@ pending afterwards, and the same seeds draw the same answers.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -21,10 +21,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatron_vlm.data.tokens.completions import Pieces
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.sampler import Adapter
-from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.serve.engine_admission import Admission
 from megatron_vlm.serve.engine_weights import EngineWeights, SampleWeights
 from megatron_vlm.serve.failures import ended_session, failure_of
@@ -55,6 +56,7 @@ class EngineSampling:
         self.weights = EngineWeights(engines, base, journal.run)
         self.admission = Admission(engines.engine.capacity)
         self.drawn: dict[str, tuple[Call, SampleAsk]] = {}  # calls with answers
+        self.hear: Callable[[Call, Pieces], None] = lambda call, pieces: None  # streamed tokens
         self.samples = 0  # number of samples in calls that were finished here
         self.read = 0  # the number of the last call that was read from the journal
         self.tasks: dict[str, asyncio.Task[None]] = {}  # tasks of the calls in the engine
@@ -147,9 +149,14 @@ class EngineSampling:
             if weights.adapter is not None:
                 adapter = Adapter(await self.weights.folder(weights.adapter, True))
             seeds = range(ask.seed, ask.seed + ask.n)
-            answers = await self.engines.engine.sample(ask.prompt, ask.settings, seeds, adapter)
+            hear = partial(self.hear, call) if ask.streamed else None
+            drawing = ask.prompt, ask.settings, seeds, adapter, hear
+            answers = await self.engines.engine.sample(*drawing)
         except Exception as error:  # also if the engine has failed for good: the service goes on
-            self._finish(call, self._failure(error))
+            failure = self._failure(error)
+            if ask.settings.json_schema is not None and isinstance(error, DataError):
+                failure = Failure(f"response_format: {error}", "user")
+            self._finish(call, failure)
             return
         ask = replace(ask, answers=tuple(answers))
         if ask.needs_ranks:

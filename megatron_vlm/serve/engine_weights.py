@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.sampler import Checkpoint
+from megatron_vlm.lora.peft_config import is_adapter
 from megatron_vlm.serve.journal.journal_records import SamplingSession
 from megatron_vlm.serve.served_models import ModelSettings
 
@@ -74,6 +75,8 @@ class EngineWeights:
     async def folder(self, snapshot: Path, adapter: bool) -> str:
         """Return the folder of the snapshot in the engine's format, and write it if it is not
         there. The folder appears only when it is complete."""
+        if adapter and is_adapter(snapshot):
+            return str(snapshot)
         folder = snapshot / FORM
         if not folder.is_dir():
             if snapshot not in self.writing:

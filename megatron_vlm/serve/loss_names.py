@@ -13,6 +13,7 @@ from megatron_vlm.serve.protocol.payloads import RequestError, entry
 
 # {input name in the protocol: its name in the losses of this package}
 _SAMPLED = {"logprobs": "old_log_probs", "advantages": "advantages"}
+CROSS_ENTROPY = "weighted_cross_entropy"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class LossMapping:
 
 
 FORMS = {
-    "cross_entropy": LossMapping("weighted_cross_entropy", {"weights": "weights"}),
+    "cross_entropy": LossMapping(CROSS_ENTROPY, {"weights": "weights"}),
     "importance_sampling": LossMapping("importance_sampling", _SAMPLED),
     "ppo": LossMapping("ppo", _SAMPLED, clips=(0.8, 1.2)),
     "cispo": LossMapping("cispo", _SAMPLED, clips=(0.0, 4.0)),

@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,6 @@ from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
 from megatron_vlm.serve.protocol.payloads import RequestError
 from megatron_vlm.serve.served_models import ModelCommands, ModelSettings
 
-# {switch of lora_config: the part of the model that it gives adapters}
-_PARTS = {"train_attn": "attention", "train_mlp": "mlp", "train_unembed": "head"}
-
 
 class ModelCalls:
     """Calls on rank 0, by the names of their kinds. Each method runs a call, and returns its result
@@ -47,16 +45,15 @@ class ModelCalls:
     def create_model(self, call: Call, body: bytes) -> Done:
         form = schemas.CreateModel.model_validate_json(body)
         lora = form.lora_config or schemas.LoraForm(rank=0)
-        targets = tuple(part for flag, part in _PARTS.items() if getattr(lora, flag))
-        if lora.rank and not targets:
+        if lora.rank and not lora.targets:
             raise RequestError(
-                f": {', '.join(_PARTS)} are all false, so that nothing would learn",
+                f": {', '.join(schemas.PARTS)} are all false, so that nothing would learn",
                 key="lora_config.rank",
                 found=lora.rank,
                 remedy="set one of them",
             )
         seed = call.seed if lora.seed is None else lora.seed
-        made = ModelSettings(lora.rank, seed % 2**31, targets if lora.rank else ())
+        made = ModelSettings(lora.rank, seed % 2**31, lora.targets if lora.rank else ())
         id = model_id(call.owner, form.model_seq_id)
         self.model_cache.create(id, made)
         return self._creation_result(id, "create_model", made)
@@ -73,7 +70,7 @@ class ModelCalls:
     ) -> Done:
         facts: dict[str, Any] = {"form": made.as_json(), "moments": moments}
         if made.rank:  # weights_info returns these
-            facts |= {flag: part in made.targets for flag, part in _PARTS.items()}
+            facts |= {flag: part in made.targets for flag, part in schemas.PARTS.items()}
         change = ModelChange(id, state="ready", facts=facts)
         return _json({"model_id": id, "type": kind, **more}), Changes(models=(change,))
 
@@ -89,7 +86,7 @@ class ModelCalls:
         form = schemas.LoadWeights.model_validate_json(body)
         made, folder = self._find_stored(form.path)
         loaded = self.model_cache.model(call.owner)
-        if made.rank != loaded.form.rank or made.targets != loaded.form.targets:
+        if replace(made, seed=0) != replace(loaded.form, seed=0):
             raise RequestError(
                 f"has adapters of {_adapters(made)}, and this model has {_adapters(loaded.form)}",
                 key="path",
@@ -190,7 +187,8 @@ class ModelCalls:
 
 
 def _adapters(form: ModelSettings) -> str:
-    return f"rank {form.rank} on {show_value(form.targets)}"
+    alpha = "" if form.alpha is None else f" with alpha {form.alpha:g}"
+    return f"rank {form.rank} on {show_value(form.targets)}{alpha}{' (rslora)' * form.rslora}"
 
 
 def _json(answer: Mapping[str, Any]) -> Outcome:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
 from megatron_vlm.data.records.record import Image
 from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, place_row
 from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.family import read_family
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.serve.loss_names import OPTIONAL, LossMapping, form_of, options_of
 from megatron_vlm.serve.protocol.payloads import Chunk, Datum, Picture, RequestError, Text, entry
@@ -41,9 +41,7 @@ class RowReader:
     def __init__(
         self, cfg: Config, folder: str, sizes: ModelSizes, most_pixels: int = MAX_REQUEST_PIXELS
     ):
-        self.settings = ImageSettings.from_checkpoint(
-            folder, cfg.data.min_pixels, cfg.data.max_pixels
-        )
+        self.images = read_family(folder).images(folder, vars(cfg.data))
         self.policy = MediaPolicy(None, exif_orientation=False)
         self.tokens, self.longest = sizes.tokens, sizes.text.max_positions
         self.most_pixels = most_pixels
@@ -85,7 +83,7 @@ class RowReader:
                 tokens += len(chunk.tokens)
                 continue
             height, width = self._size(chunk, at)
-            count = math.prod(self.settings.grid(height, width)) // self.tokens.merge**2
+            count = self.images.num_tokens(self.images.grid(height, width))
             if chunk.expected_tokens not in (None, count):
                 raise RequestError(  # the wording that clients know
                     f": Expected {chunk.expected_tokens} tokens, got {count} from image",
@@ -94,7 +92,7 @@ class RowReader:
                     "as it is sent",
                 )
             tokens += count
-            pixels += max(height * width, math.prod(self.settings.resized_size(height, width)))
+            pixels += max(height * width, math.prod(self.images.resized_size(height, width)))
         if tokens > self.longest:
             raise RequestError(
                 f"has {tokens} tokens with those of its pictures, and the model takes "
@@ -111,7 +109,7 @@ class RowReader:
                 ids.append(chunk.tokens)
                 continue
             picture_PC, grid = self._picture(chunk, f"{where}.chunks[{number}]")
-            ids.append(np.full(math.prod(grid) // self.tokens.merge**2, self.tokens.image_id))
+            ids.append(np.full(self.images.num_tokens(grid), self.tokens.image_id))
             patches.append(picture_PC)
             grids.append(grid)
         ids_S = torch.from_numpy(np.concatenate(ids).astype(np.int64))
@@ -133,7 +131,7 @@ class RowReader:
 
     def _picture(self, picture: Picture, where: str) -> tuple[np.ndarray, tuple[int, int, int]]:
         opened = read_image(Image(picture.data), self.policy, where)
-        return image_patches(opened, self.settings), self.settings.grid(opened.height, opened.width)
+        return self.images.patches(opened), self.images.grid(opened.height, opened.width)
 
     def datum(self, datum: Datum, number: int, form: LossMapping) -> Row:
         """Return the row of an admitted datum, with its targets [S, J] and the values that the loss

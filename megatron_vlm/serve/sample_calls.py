@@ -46,6 +46,7 @@ class SampleAsk:
     # last tokens, before these. Tokens of pictures have log-probs, because clients multiply them by
     # weights of 0.
     hidden_S: np.ndarray
+    streamed: bool = False  # its client receives tokens while they are drawn
     answers: tuple[Completion, ...] = ()  # set once they are drawn
 
     @property
@@ -121,6 +122,7 @@ def read_ask(
         tuple(sorted(ids)),
         tuple(sorted(texts)),
         tempered=True,
+        json_schema=form.json_schema,
     )
     # The service may have accepted the request before a restart with another vocabulary.
     schemas.check_top_k(form, reader.tokens.vocab)
@@ -139,6 +141,7 @@ def read_ask(
         form.topk_sample_logprobs,
         None if targets is None else _targets(targets, length, reader.tokens),
         np.arange(length) < max(1, length - (form.prompt_logprobs_last_n or length)),
+        form.stream_tokens,
     )
 
 

@@ -14,6 +14,7 @@ from megatron_vlm.controller.resumable_decoder import (
     SampleRequest,
 )
 from megatron_vlm.data.tensors.rows import batch_of
+from megatron_vlm.data.tokens.completions import Pieces
 from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.failures import REFUSALS, bare, failure_of
@@ -31,6 +32,7 @@ SUSPENDED = 4  # maximum sets of weights with samples in progress between turns
 Answer = Callable[[str, Sequence[tuple[Call, SampleAsk]]], list[Finished]]
 Finish = Callable[[Sequence[Finished], Sequence[Call]], None]
 Arriving = Callable[[], Sequence[Call]]
+Hear = Callable[[Call, Pieces], None]
 
 
 @dataclass(eq=False)
@@ -87,6 +89,7 @@ class SampleTurns:
         self.room = SAMPLES_AHEAD_PER_ROW * models.cfg.engine.rows * models.base.dims.pp
         self.batches: dict[str, SampleBatch] = {}
         self.numbers = count()
+        self.hear: Hear = lambda call, pieces: None  # receives streamed tokens
         self.rounds = 1
         # Requests in `alone` are drawn without others, since their batch has failed. Requests in
         # `again` have lost their samples; the turn that draws them again does not end before they
@@ -99,6 +102,11 @@ class SampleTurns:
         """Return the weights that a request in progress is drawn with."""
         batches = self.batches.values()
         return next((each.weights for each in batches if call.request_id in each.ids()), None)
+
+    @property
+    def left(self) -> int:
+        """Number of answers in progress."""
+        return sum(e.left for batch in self.batches.values() for e in batch.inside.values())
 
     def is_in_progress(self, call: Call) -> bool:
         """Return whether a request is in progress."""
@@ -159,6 +167,13 @@ class SampleTurns:
         if not batch.inside:
             self.batches.pop(batch.weights, None)
 
+    def leave_cancelled(self, pending: Collection[str]) -> None:
+        """Let samples leave whose clients have gone, where no pending call has their weights."""
+        self.forget_lost()
+        for batch in list(self.batches.values()):
+            if batch.ids().isdisjoint(pending):
+                self.turn(batch.weights, [], lambda: [])
+
     def _draw(self, turn: SampleTurn, leave: Collection[int], arriving: Arriving) -> None:
         batch, ends = turn.batch, time.monotonic() + self.seconds
         while True:
@@ -206,7 +221,9 @@ class SampleTurns:
             rows[call.key] += ask.n
             load[replica] += ask.n
             number = next(self.numbers)
-            request = SampleRequest(number, replica, ask.settings, ask.n, ask.seed)
+            request = SampleRequest(
+                number, replica, ask.settings, ask.n, ask.seed, streamed=ask.streamed
+            )
             batch.inside[number] = entry = InProgress(call, ask, request, ask.n)
             joining.append(entry)
         return joining
@@ -259,6 +276,8 @@ class SampleTurns:
             call, used = entry.call, turn.used.get(entry.call.request_id, (entry.call, 0))[1]
             turn.used[call.request_id] = call, used + progress.tokens - entry.tokens
             entry.tokens, entry.left = progress.tokens, progress.left
+            if progress.pieces is not None:
+                self.hear(call, progress.pieces)
             if progress.left:
                 continue
             del batch.inside[progress.number]

@@ -27,6 +27,7 @@ from megatron_vlm.distributed.agreement import Signals, Stopped, have_all_failed
 from megatron_vlm.distributed.rank0 import CommandChannel
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.lora.peft_config import is_adapter
 from megatron_vlm.serve.failures import CallFailedError, Trouble
 from megatron_vlm.training.optimizer_step import AdamStep
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
@@ -37,16 +38,19 @@ Json: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings that a model is created with. LoRA rank 0 trains all weights."""
+    """Settings that a model is created with. LoRA rank 0 trains all weights. The last two are those
+    of an uploaded adapter."""
 
     rank: int
     seed: int
     targets: tuple[str, ...] = ("attention", "mlp")
+    alpha: float | None = None  # None: serve.lora_alpha
+    rslora: bool = False
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "ModelSettings":
         """Create the settings from the result of `as_json`."""
-        return ModelSettings(fields["rank"], fields["seed"], tuple(fields["targets"]))
+        return ModelSettings(**{**fields, "targets": tuple(fields["targets"])})
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as a dictionary for JSON."""
@@ -56,7 +60,8 @@ class ModelSettings:
         """Return the configuration of the model's workers."""
         lora = LoraConfig()
         if self.rank:
-            lora = LoraConfig(self.rank, cfg.serve.lora_alpha, targets=self.targets)
+            alpha = cfg.serve.lora_alpha if self.alpha is None else self.alpha
+            lora = LoraConfig(self.rank, alpha, self.rslora, targets=self.targets)
         return replace(cfg, lora=lora, train=replace(cfg.train, seed=self.seed))
 
 
@@ -73,18 +78,25 @@ class Models:
     def make(
         self, name: str, form: Json, training: bool, folder: str | None, moments: bool
     ) -> None:
-        """Create a model with its initial weights, or with the weights in a folder and, with
-        `moments`, the optimizer's moments."""
-        settings = ModelSettings.from_json(form)
-        base = self.base if settings.rank else None
-        worker = MegatronWorker(settings.config(self.cfg), training, self.watchdog, base)
-        self.workers[name], self.groups[name] = worker, local_group(worker)
-        if folder is not None:
+        """Create a model with its initial weights, or with the weights in a folder: an adapter of
+        PEFT, or what `save` has written, with `moments` also the optimizer's moments."""
+        cfg = ModelSettings.from_json(form).config(self.cfg)
+        adapter = folder if folder is not None and is_adapter(Path(folder)) else None
+        self._build(name, cfg, training, adapter)
+        if folder is not None and adapter is None:
             try:
                 self.load(name, folder, moments)
             except Exception:
                 self.drop(name)
                 raise
+
+    def _build(self, name: str, cfg: Config, training: bool, adapter: str | None) -> None:
+        base = self.base if cfg.lora.rank else None
+        cfg = replace(cfg, lora=replace(cfg.lora, path=adapter))
+        worker = MegatronWorker(cfg, training, self.watchdog, base)
+        # The model's checkpoints have its weights, and the folder of the adapter may go.
+        worker.cfg = replace(worker.cfg, lora=replace(cfg.lora, path=None))
+        self.workers[name], self.groups[name] = worker, local_group(worker)
 
     def drop(self, name: str) -> None:
         """Free the memory of a model."""
@@ -96,9 +108,13 @@ class Models:
         save_load.save(self.workers[name], Path(folder), {}, moments=moments)
 
     def load(self, name: str, folder: str, moments: bool) -> None:
-        """Load what `save` has written. Gradients of the former weights are dropped."""
+        """Load an adapter of PEFT, or what `save` has written. Gradients of the former weights are
+        dropped."""
         worker = self.workers[name]
         self.decoders.pop(name, None)
+        if is_adapter(Path(folder)):
+            self._build(name, worker.cfg, True, folder)
+            return
         save_load.load(worker, Path(folder), moments=moments)
         if worker.gradients is not None:
             worker.gradients.forget()

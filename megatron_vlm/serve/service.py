@@ -65,8 +65,9 @@ class Service:
         """Run a turn if calls are pending; otherwise the scheduler pauses."""
         if self.engine_sampling is not None:
             self.engine_sampling.check()
-            self._count()
         calls = self.scheduler.pending()
+        self.runner.sample_turns.leave_cancelled({call.request_id for call in calls})
+        self._count()
         self.progress.update(self.gauges, len(calls))
         if together := self.scheduler.next_turn(calls):
             self._turn(together)
@@ -132,6 +133,7 @@ class Service:
 
     def _count(self) -> None:
         self.gauges["samples_total"] = float(self.runner.samples)
+        self.gauges["samples_under_way"] = float(self.runner.sample_turns.left)
         if self.engine_sampling is not None:
             self.gauges["samples_total"] += self.engine_sampling.samples
             self.gauges["samples_under_way"] = float(len(self.engine_sampling.admission.inside))

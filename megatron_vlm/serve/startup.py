@@ -8,15 +8,17 @@ from typing import Any
 
 from megatron_vlm.config.command_checks import loaded_counts
 from megatron_vlm.config.schema import OWN, Config
-from megatron_vlm.data.tokens.chat_renderer import END
 from megatron_vlm.data.tokens.completions import COLDEST
-from megatron_vlm.data.tokens.tokenizer import read_tokenizer, stop_ids
+from megatron_vlm.data.tokens.tokenizer import end_ids, read_tokenizer, stop_ids
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.engines.engine_kinds import EngineSettings, engine_kind
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_family
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.hub import folder_of
+from megatron_vlm.serve.adapter_checks import AdapterChecks
+from megatron_vlm.serve.chat_texts import TokenizerTexts
 from megatron_vlm.serve.engine_samples import EngineSampling
 from megatron_vlm.serve.http.api_keys import ApiKeys
 from megatron_vlm.serve.http.app import make_app
@@ -63,7 +65,11 @@ def open_service(
     service = Service(cfg, commands, journal, prefetcher, engine_sampling)
     service.model_cache.delete_orphan_folders()
     facts = facts_of(cfg, base.source, base.dims)
-    app = make_app(journal, limits, keys, facts, service.gauges)
+    texts = TokenizerTexts(cfg, base.source.sizes, limits.pixels)
+    adapters = AdapterChecks(cfg, base.source.sizes)
+    app = make_app(journal, limits, keys, facts, service.gauges, texts, samples.longest, adapters)
+    drawing = engine_sampling or service.runner.sample_turns
+    drawing.hear = app.state.chats.pieces.add
     server = FrontServer(app, cfg.serve.host, cfg.serve.port)
     port = server.start()
     host = f"[{cfg.serve.host}]" if ":" in cfg.serve.host else cfg.serve.host
@@ -111,7 +117,8 @@ def _engine_settings(
 def _stop_words(cfg: Config) -> StopWords:
     tokenizer = read_tokenizer(cfg.model.path, cfg.data.add_tokens)
     special = {str(token): int(id) for id, token in tokenizer.added_tokens_decoder.items()}
-    ends = stop_ids(folder_of(cfg.model.path), int(tokenizer.convert_tokens_to_ids(END)))
+    answer_ends = end_ids(tokenizer, read_family(cfg.model.path).chat)
+    ends = stop_ids(folder_of(cfg.model.path), answer_ends)
     return StopWords(ends, special.get)
 
 
@@ -127,4 +134,5 @@ def facts_of(cfg: Config, source: HFCheckpoint, dims: ParallelDims) -> ServerFac
         cfg.serve.url,
         f"tp={dims.tp} pp={dims.pp} dp={dims.dp}",
         source.sizes.text.vocab,
+        cfg.engine.name != OWN and engine_kind(cfg.engine.name).has_schemas,
     )

@@ -18,6 +18,7 @@ from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.serve.failures import undo_on_error
 from megatron_vlm.serve.http import schemas
 from megatron_vlm.serve.journal.journal_records import Call, Changes, Done, ModelChange, Outcome
+from megatron_vlm.serve.loss_names import CROSS_ENTROPY
 from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
 from megatron_vlm.serve.protocol.answers import write_forward_backward
 from megatron_vlm.serve.protocol.payloads import RequestError
@@ -84,6 +85,11 @@ class TrainingCalls:
         log_probs, metrics = computed
         self.gauges["trained_tokens_total"] += batch.tokens
         outputs = [{"logprobs": each} for each in batch.in_datum_order(log_probs)]
+        if batch.loss == CROSS_ENTROPY:
+            pairs = zip(batch.rows, log_probs, strict=True)
+            losses = [-row.values_S["weights"].reshape(each.shape) * each for row, each in pairs]
+            for output, loss in zip(outputs, batch.in_datum_order(losses), strict=True):
+                output["elementwise_loss"] = loss
         return Outcome(write_forward_backward(outputs, metrics), "protobuf"), Changes()
 
     def optim_step(self, call: Call, body: bytes) -> Done:

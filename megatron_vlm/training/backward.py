@@ -11,7 +11,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.training.expert_routing import busiest_expert_ratio, take_expert_load
+from megatron_vlm.training.expert_routing import (
+    busiest_expert_ratio,
+    take_expert_load,
+    take_rerouted,
+)
 from megatron_vlm.training.losses import LossFunction, Objective, totals
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 from megatron_vlm.training.router_losses import RouterTerms
@@ -167,11 +171,14 @@ class Backward:
             pieces_M = gather_targets(stage, self.batches, pieces)
             by_row = map(MicroBatch.log_probs_by_row, self.batches, pieces_M)
             log_probs = rows_by_place(self.batches, by_row)
+        rerouted = take_rerouted(stage.chunks, stage.sizes.text, stage.device)
         load_LE = take_expert_load(stage.chunks, stage.sizes.text, stage.device)
         if self.router is not None:
             means |= self.router.values()
         if load_LE is not None:
             means["expert_load"] = busiest_expert_ratio(load_LE)
+        if rerouted is not None:
+            means["rerouted"] = rerouted
         return StepMetrics(loss, count, log_probs, means)
 
 

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.data.batches.micro_batch import LOSS_FIELDS, VISUAL_FIELDS, MicroBatch
+from megatron_vlm.data.batches.micro_batch import LOSS_FIELDS, MicroBatch
 from megatron_vlm.data.tensors.tensor_bytes import DTYPES, Field, dtype_name, pack, unpack
 from megatron_vlm.distributed.collectives import broadcast_bytes, broadcast_json
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
 
-_ON_HOST = ("tokens_BS5", *LOSS_FIELDS, "routing_TLK", "image_grid_I3", "video_grid_I3")
+_OF_FIRST = ("image_grid_I3", "video_grid_I3", "visual_of_O")
+_ON_HOST = ("tokens_BS5", *LOSS_FIELDS, "routing_TLK", *_OF_FIRST)
 _PATCHES = ("pixel_values_PC", "pixel_values_videos_PC")
 _FACTS = ("lengths", "rows", "value_names", "target_shapes")
 
@@ -65,7 +66,7 @@ def share_batch(
             local_patches = None if batch is None else getattr(batch, name)
             parts[name] = _share_patches(frame[name], local_patches, grid, device)
         if not grid.first:
-            parts |= dict.fromkeys(VISUAL_FIELDS)
+            parts |= dict.fromkeys((*_OF_FIRST, *_PATCHES))
         parts["visual"] = frame["visual"]
         received.append(MicroBatch(**parts))
     return received, meta["extra"]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import TextSizes
@@ -21,37 +22,38 @@ Chosen = tuple[int, Mapping[int, Tensor]]  # number of a micro-batch, and its ex
 
 
 def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
-    """Refuse a routing that the model cannot follow: a rank would wait for tokens of other ranks,
-    or give a token the same expert twice."""
-    experts = text.experts
+    """Refuse a routing of micro-batches that the model cannot follow."""
     for place, batch in enumerate(batches):
-        routing_TLK = batch.routing_TLK
-        if routing_TLK is None:
-            continue
-        if experts is None:
-            raise DataError(": the model has no experts", key="routing", remedy="give none")
-        tokens = sum(batch.lengths)
-        shape = (tokens, len(text.expert_layers), experts.top_k)
-        if tuple(routing_TLK.shape) != shape:
-            raise DataError(
-                "does not fit the model",
-                place=f"micro-batch {place}",
-                key="routing.shape",
-                found=tuple(routing_TLK.shape),
-                allowed=f"{list(shape)}: tokens, layers with experts, experts per token",
-            )
-        ordered_TLK = routing_TLK.sort(dim=-1).values
-        valid = (ordered_TLK[..., 0] >= 0) & (ordered_TLK[..., -1] < experts.count)
-        valid &= (ordered_TLK.diff(dim=-1) > 0).all(-1)
-        if (invalid := (~(valid | (ordered_TLK == -1).all(-1))).nonzero()).numel():
-            token, layer = invalid[0].tolist()
-            number = text.expert_layers[layer]
-            raise DataError(
-                place=f"micro-batch {place}: token {token} in layer {number}",
-                key="routing",
-                found=routing_TLK[token, layer].tolist(),
-                allowed=f"different experts from 0 to {experts.count - 1}, or -1 for all of them",
-            )
+        if batch.routing_TLK is not None:
+            check_table(batch.routing_TLK, sum(batch.lengths), text, f"micro-batch {place}")
+
+
+def check_table(routing_TLK: Tensor, tokens: int, text: TextSizes, place: str) -> None:
+    """Refuse a routing of this number of tokens that the model cannot follow: a rank would wait for
+    tokens of other ranks, or give a token the same expert twice."""
+    experts = text.experts
+    if experts is None:
+        raise DataError(": the model has no experts", key="routing", remedy="give none")
+    shape = (tokens, len(text.expert_layers), experts.top_k)
+    if tuple(routing_TLK.shape) != shape:
+        raise DataError(
+            "does not fit the model",
+            place=place,
+            key="routing.shape",
+            found=tuple(routing_TLK.shape),
+            allowed=f"{list(shape)}: tokens, layers with experts, experts per token",
+        )
+    ordered_TLK = routing_TLK.sort(dim=-1).values
+    valid = (ordered_TLK[..., 0] >= 0) & (ordered_TLK[..., -1] < experts.count)
+    valid &= (ordered_TLK.diff(dim=-1) > 0).all(-1)
+    if (invalid := (~(valid | (ordered_TLK == -1).all(-1))).nonzero()).numel():
+        token, layer = invalid[0].tolist()
+        raise DataError(
+            place=f"{place}: token {token} in layer {text.expert_layers[layer]}",
+            key="routing",
+            found=routing_TLK[token, layer].tolist(),
+            allowed=f"different experts from 0 to {experts.count - 1}, or -1 for all of them",
+        )
 
 
 def given_routing(
@@ -63,7 +65,7 @@ def given_routing(
         return {}
     place = {number: index for index, number in enumerate(expert_layers)}
     local_layers = [mlp.layer for mlp in expert_mlps([chunk])]
-    return {number: move(routing_TLK[:, place[number - 1]].long()) for number in local_layers}
+    return {number: move(routing_TLK[:, place[number - 1]].contiguous()) for number in local_layers}
 
 
 def routing_tables(
@@ -105,15 +107,30 @@ def take_expert_load(
     for mlp in expert_mlps(chunks):
         load_LE[mlp.layer - 1] = torch.tensor(mlp.load)
     begin_count(chunks)
-    load_LE = load_LE.to(device)
+    load_LE = to_device(load_LE, device)
     dist.all_reduce(load_LE)
-    return load_LE[list(text.expert_layers)].cpu()
+    return load_LE.cpu()[list(text.expert_layers)]
 
 
 def begin_count(chunks: Sequence[StageModel]) -> None:
     """Reset the token counts to 0."""
     for mlp in expert_mlps(chunks):
         mlp.load = [0] * mlp.experts
+        mlp.rerouted_2.zero_()
+
+
+def take_rerouted(
+    chunks: Sequence[StageModel], text: TextSizes, device: torch.device
+) -> float | None:
+    """Return the share of the tokens and layers with a given routing for which the router would
+    have chosen other experts, or None if there are none. A collective."""
+    if text.experts is None:
+        return None
+    zeros_2 = torch.zeros(2, dtype=torch.float64, device=device)
+    counts_2 = sum((mlp.rerouted_2 for mlp in expert_mlps(chunks)), zeros_2)
+    dist.all_reduce(counts_2)
+    given, rerouted = counts_2.tolist()
+    return rerouted / given if given else None
 
 
 def busiest_expert_ratio(load_LE: Tensor) -> float:

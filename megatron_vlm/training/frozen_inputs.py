@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_vlm.config.moved_keys import todays_name
 from megatron_vlm.config.objectives import reference_folder, reference_of
-from megatron_vlm.config.teachers import target_folder, teachers_of
+from megatron_vlm.config.teachers import needs_initial_model, target_folder, teacher_checkpoints
 from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.errors import CheckpointError, MegatronVLMError
 from megatron_vlm.hf.checkpoint_files import weight_file_digest, weights_digest
@@ -32,7 +32,7 @@ def frozen_inputs(worker: MegatronWorker, is_rl: bool) -> dict[str, FrozenInput]
     """Return what a run with this worker reads and does not train, by key."""
     cfg, found = worker.cfg, dict[str, FrozenInput]()
     scores = {"teacher.path": target_folder(cfg), "preference.reference": reference_folder(cfg)}
-    has_reference = cfg.rl.kl_coef is not None
+    has_reference = needs_initial_model(cfg)
     if not is_rl:
         has_reference = reference_of(cfg) is not None and reference_folder(cfg) is None
     if has_reference:
@@ -40,7 +40,7 @@ def frozen_inputs(worker: MegatronWorker, is_rl: bool) -> dict[str, FrozenInput]
     if has_reference and cfg.lora.path is not None:
         digest = weight_file_digest(home_path(cfg.lora.path) / ADAPTER_FILE)
         found["lora.path"] = FrozenInput(cfg.lora.path, digest)
-    for source, path in teachers_of(cfg if is_rl else None).items():
+    for source, path in teacher_checkpoints(cfg if is_rl else None).items():
         key = f"teacher.path.{source}" if source else "teacher.path"
         try:
             found[key] = FrozenInput(path, weights_digest(folder_of(path, weights=True)))

@@ -88,5 +88,6 @@ def teacher_config(cfg: Config, path: str) -> Config:
         model=replace(cfg.model, path=path, **training),
         data=replace(cfg.data, add_tokens=()),
         lora=LoraConfig(),
+        rl=replace(cfg.rl, replay_routing=False),
         parallel=replace(cfg.parallel, layers_per_stage=None),
     )

@@ -54,6 +54,7 @@ from megatron_vlm.training.stage_inputs import RowInputs, StageInput
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 REFERENCE = "ref_log_probs"
 SEQUENCES = "sequences"  # the row of each token, which every batch has
+TEACHER_WEIGHTS = "teacher_weights"  # factors of the teacher's term; without them it is 1
 _DISTRIBUTIONS = ("student_NR", "teacher_NR")
 _REGISTRY: dict[str, LossFunction] = {each.__name__: each for each in token_losses.LOSSES}
 
@@ -68,8 +69,9 @@ def register(function: LossFunction) -> LossFunction:
 class Objective:
     """A loss with its options, and three terms that any loss can have. `kl_coef` adds that multiple
     of `kl_k3` to `ref_log_probs`, `entropy_coef` subtracts that multiple of the entropy, and
-    `teacher_coef` adds that multiple of the reverse KL to the teacher of the rows. 0 only reports a
-    term, and None does not compute it."""
+    `teacher_coef` adds that multiple of the divergence from the teacher of the rows:
+    `generalized_jsd` of `teacher_beta`, which is 1, the reverse KL, unless it is given. 0 only
+    reports a term, and None does not compute it."""
 
     function: LossFunction
     own_names: tuple[str, ...] = ()  # names of the values of each token that the function reads
@@ -77,6 +79,7 @@ class Objective:
     kl_coef: float | None = None
     entropy_coef: float | None = None
     teacher_coef: float | None = None
+    teacher_beta: float = 1.0
     temperature: float = 1.0  # divides the logits of a model that is compared with a teacher
     metrics: tuple[str, ...] = ()  # names of the values that are reported in addition to the loss
     reads_rows: bool = False  # the function reads rows, and returns a loss for each example
@@ -99,7 +102,7 @@ class Objective:
         parameters = inspect.signature(loss).parameters.values()
         own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         has_teacher = set(_DISTRIBUTIONS) <= {p.name for p in parameters}
-        more = ["temperature"] if has_teacher else ["entropy_coef", "teacher_coef"]
+        more = ["temperature"] if has_teacher else ["entropy_coef", "teacher_coef", "teacher_beta"]
         known = [*own, "kl_coef", *more]
         for name, value in options.items():
             if name not in known:
@@ -123,6 +126,7 @@ class Objective:
             options.get("kl_coef"),
             options.get("entropy_coef"),
             options.get("teacher_coef"),
+            options.get("teacher_beta", 1.0),
             options.get("temperature", 1.0),
             reads_rows="rows" in read,
             reads_embeddings=first == "embeddings_NH",
@@ -133,6 +137,13 @@ class Objective:
                 key="temperature",
                 found=objective.temperature,
                 allowed="more than 0",
+            )
+        if not 0 <= objective.teacher_beta <= 1:
+            raise ConfigError(
+                place=f"loss {loss.__name__}",
+                key="teacher_beta",
+                found=objective.teacher_beta,
+                allowed="from 0 (forward KL) to 1 (reverse KL)",
             )
         # Called with no tokens, the function refuses bad options here, before any forward.
         empty_N = torch.zeros(0)
@@ -208,7 +219,9 @@ class Objective:
             loss_N = loss_N - self.entropy_coef * entropy_N
         if self.teacher_coef is not None:
             student_NR, teacher_NR = (values_N[name] for name in _DISTRIBUTIONS)
-            report["teacher_kl"] = token_losses.generalized_jsd(student_NR, teacher_NR, beta=1)
+            divergence_N = token_losses.generalized_jsd(student_NR, teacher_NR, self.teacher_beta)
+            weights_N = values_N.get(TEACHER_WEIGHTS, torch.ones_like(divergence_N))
+            report["teacher_kl"] = weights_N * divergence_N
             loss_N = loss_N + self.teacher_coef * report["teacher_kl"]
         return loss_N, report
 
@@ -236,6 +249,8 @@ def loss_of(
     the call.
     """
     values_N = {**batch.values_M(objective.value_names), SEQUENCES: batch.row_M}
+    if TEACHER_WEIGHTS in batch.host.value_names:
+        values_N |= batch.values_M((TEACHER_WEIGHTS,))
     if output.events_NR is not None:
         values_N |= {"student_NR": output.events_NR, "teacher_NR": batch.teacher_NR}
     first_N = output.embeddings_NH if objective.reads_embeddings else output.log_probs_M

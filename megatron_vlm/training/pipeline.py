@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.media.images import PixelTables
+from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.host_copies import Copies, CopyStream
 from megatron_vlm.family.spec import ModelSizes
@@ -100,7 +100,7 @@ class Stage:
         each of them takes part in every pass of the others. A collective of these."""
         if self.grid.ep.size == 1:
             return count
-        largest = torch.tensor(count, device=self.device)
+        largest = torch.full((), count, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.grid.ep.group)
         return int(largest)
 
@@ -130,6 +130,7 @@ class Stage:
             pixel_values=self.pixels.images(batch.pixel_values_PC),
             pixel_values_videos=self.pixels.videos(batch.pixel_values_videos_PC),
             visuals=batch.visuals,
+            has_visuals=batch.host.visual,
             routing=batch.routing,
             **more,
         )

@@ -21,7 +21,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.added_tokens import find_new_tokens
 from megatron_vlm.family.config_json import Counts, no_config_json, read_counts
 from megatron_vlm.io.untrusted import home_path, what_is_at
-from megatron_vlm.model.constraints import check_layout, check_router_losses, check_supported
+from megatron_vlm.model.constraints import check_layout, check_router_keys, check_supported
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # a name on the Hub
 
@@ -39,7 +39,7 @@ def check_run(cfg: Config, gpus: int | None = None) -> None:
         world = int(os.environ["WORLD_SIZE"])
     if counts is not None:
         check_layout(counts, ParallelDims.create(cfg.parallel, world, counts.layers))
-        check_router_losses(cfg, counts)
+        check_router_keys(cfg, counts)
     check_new_tokens(cfg)
     check_data(cfg, "data.train")
     check_data(cfg, "data.eval")

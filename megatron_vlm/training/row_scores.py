@@ -9,6 +9,7 @@ these and all others, L decoder layers with experts, K experts of a token, or th
 the most likely ones, 2 an id and its log-prob.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -97,6 +98,13 @@ class RowScores:
     label_log_probs_N: Tensor  # float32, at temperature 1
     ids_NJ: Tensor  # int32, the most likely tokens in falling order; J may be 0
     log_probs_NR: Tensor  # float32, of these tokens and of all others, at a temperature
+
+    @staticmethod
+    def uniform(length: int, count: int) -> "RowScores":
+        """Return scores in which all of `count` tokens, and all others together, are alike."""
+        log_probs_NR = torch.full((length, count + 1), -math.log(count + 1))
+        ids_NJ = torch.arange(count, dtype=torch.int).expand(length, count)
+        return RowScores(log_probs_NR[:, 0], ids_NJ, log_probs_NR)
 
     @staticmethod
     def from_table(table_SK2: Tensor, positions_N: Tensor) -> "RowScores":

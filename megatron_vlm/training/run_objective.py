@@ -32,9 +32,8 @@ class DistillObjective:
     def __init__(self, worker: MegatronWorker, cfg: Config):
         self.worker = worker
         keys = cfg.distill
-        beta = {"forward": 0.0, "reverse": 1.0, "jsd": keys.beta}[keys.divergence]
         self.options: dict[str, Any] = {
-            "beta": beta,
+            "beta": keys.share("forward"),
             "temperature": keys.temperature,
             "ce_coef": keys.ce_coef,
         }

@@ -128,7 +128,8 @@ def stage_input(
 
     parts: dict[str, Tensor | VisualPlan | Routing | RowInputs | None] = {}
     if chunk.pre_process and sees:
-        plan = chunk.plan_visuals(batch.ids_BS, batch.image_grid_I3, batch.video_grid_I3)
+        grids = batch.image_grid_I3, batch.video_grid_I3
+        plan = chunk.plan_visuals(batch.ids_BS, *grids, batch.visual_of_O)
         parts["visuals"] = plan.moved(move)
         for name in ("pixel_values_PC", "pixel_values_videos_PC"):
             parts[name] = moved(getattr(batch, name))

@@ -144,6 +144,7 @@ def generalized_jsd(student_NR: Tensor, teacher_NR: Tensor, beta: float) -> Tens
         return _kl(student_NR, teacher_NR)
     shares = torch.tensor([beta, 1 - beta], dtype=torch.float64).log().tolist()
     mixture_NR = torch.logaddexp(teacher_NR + shares[0], student_NR + shares[1])
+    mixture_NR = torch.where(teacher_NR == student_NR, student_NR, mixture_NR)  # without rounding
     return beta * _kl(teacher_NR, mixture_NR) + (1 - beta) * _kl(student_NR, mixture_NR)
 
 
@@ -168,10 +169,10 @@ def distill(
 
 def _kl(first_NR: Tensor, second_NR: Tensor) -> Tensor:
     """Return KL(first || second). Its gradient is exactly zero where both are equal."""
-    shares_NR = first_NR.exp()
-    # The shares always have the sum 1. So the gradient of this sum is left out:
-    # it is zero apart from rounding, which would be learnt where there is nothing else to learn.
-    constant_NR = shares_NR - shares_NR.detach()
+    shares_NR, others_NR = first_NR.exp(), second_NR.exp()
+    # The shares of both always have the sum 1. So the gradients of these sums are left out: they
+    # are zero apart from rounding, which would be learnt where there is nothing else to learn.
+    constant_NR = (shares_NR - shares_NR.detach()) - (others_NR - others_NR.detach())
     return (shares_NR * (first_NR - second_NR) - constant_NR).sum(dim=1)
 
 

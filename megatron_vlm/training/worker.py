@@ -20,7 +20,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported, export_of
 from megatron_vlm.data.batches.collate import cut_micro_batches
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.media.images import PixelTables
+from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
@@ -167,7 +167,7 @@ class MegatronWorker:
         arguments = n, seeds, batch_rows, texts
         completions = sample(self.stage, prompts, settings, *arguments, self.report_token, routing)
         return [
-            [replace(completion, version=self.steps) for completion in answers]
+            [replace(each, versions=((self.steps, len(each.ids)),)) for each in answers]
             for answers in completions
         ]
 
@@ -252,8 +252,8 @@ class MegatronWorker:
         export_adapter(self.held, trained, self.table, self.grid, form, path, kind, mark, done)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor as `export_hf` writes it, one at a time, on rank 0, and nothing on
-        other ranks. A collective: all ranks must iterate to the end."""
+        """Yield every tensor as `export_hf` writes it, one at a time, on the device of rank 0, and
+        nothing on other ranks. A collective: all ranks must iterate to the end."""
         if self.cfg.lora.rank:
             raise ConfigError(
                 ": the streamed weights would lack the adapters",

@@ -19,16 +19,24 @@ _LONGEST = 300  # maximum characters of an exception's text
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 # The key that names the user's code of each kind, and the key of the time that a call may take.
 KEYS = {"reward": "rl.reward", "environment": "rl.environment", "metric": "eval.metrics"}
+KEYS["view"] = "teacher.view"
 TIMEOUT_KEYS = dict.fromkeys(KEYS, "rl.timeout") | {"metric": "eval.metric_timeout"}
 # {kind: (method, or "" for the object itself; sample arguments; the arguments in words)}
 _CALLS: dict[str, list[tuple[str, tuple[Any, ...], str]]] = {
     "reward": [("", ({}, ""), "(record, answer)")],
     "metric": [("", ("", [], {}), "(prediction, answers, record)")],
+    "view": [("", ({},), "(record)")],
     "environment": [
         ("", (), "()"),
         ("reset", (None, {}), "(self, record)"),
         ("step", (None, ""), "(self, answer)"),
     ],
+}
+
+_REMEDIES = {
+    "reward": "give a function of a record and an answer",
+    "metric": "give a function of the model's answer, the right answers and the record",
+    "view": "give a function of a record",
 }
 
 
@@ -124,10 +132,8 @@ def _check(kind: str, target: str, imported: Any) -> None:
             "answer as rl.reward",
         )
     if kind != "environment" and (is_class or not callable(imported)):
-        remedy = "give a function of a record and an answer"
-        if kind == "metric":
-            remedy = "give a function of the model's answer, the right answers and the record"
-        elif is_class:
+        remedy = _REMEDIES[kind]
+        if kind == "reward" and is_class:
             remedy += ", or give a class with `reset` and `step` as rl.environment"
         what = "class" if is_class else type(imported).__name__
         raise ConfigError(f"is a {what}", key=KEYS[kind], found=target, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Pool of processes that run users' reward functions, environments and metrics.
+"""Pool of processes that run users' reward functions, environments, metrics and views.
 
 Messages between the processes are JSON and bytes, never pickles. A process that dies or hangs is
 restarted. The call of a reward function is then repeated. An environment has lost its state: a new
@@ -13,9 +13,9 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron_vlm.config.schema import RlConfig
+from megatron_vlm.config.schema import Config, RlConfig
 from megatron_vlm.errors import DataError
-from megatron_vlm.user_code.environment import EnvStep, Message
+from megatron_vlm.user_code.environment import EnvStep, Message, Opening
 from megatron_vlm.user_code.load_code import KEYS
 from megatron_vlm.user_code.reward_process import (
     RewardCallError,
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """Settings of the rewards or of a metric."""
+    """Settings of the rewards, of a metric or of a view."""
 
     kind: str  # one of KEYS
     target: str  # FILE.py:NAME or MODULE:NAME of a function or a class
@@ -49,6 +49,12 @@ class RewardSettings:
             kind, target = "environment", rl.environment
         assert target is not None, "config/command_checks.py"
         return RewardSettings(kind, target, processes, rl.timeout, rl.failed_reward)
+
+    @staticmethod
+    def of_view(cfg: Config, processes: int) -> "RewardSettings":
+        """Return the settings of teacher.view, which is set."""
+        assert cfg.teacher.view is not None
+        return RewardSettings("view", cfg.teacher.view, processes, cfg.rl.timeout, None)
 
 
 @dataclass(eq=False)
@@ -99,7 +105,11 @@ class RewardPool:
     ) -> "Future[dict[str, float]]":
         """Return the numbers of a metric by name; a single number has an empty name."""
         request = {"answer": prediction, "references": list(references), "record": record}
-        return self._do(self._measure(request, where))
+        return self._do(self._call(request, where))
+
+    def view(self, record: Mapping[str, Any], where: str) -> "Future[Opening]":
+        """Return the messages of a view of the record, or None if it has none."""
+        return self._do(self._call({"record": record}, where))
 
     def end(self, episode: int) -> None:
         """Forget the episode, as soon as its calls have ended."""
@@ -185,15 +195,15 @@ class RewardPool:
             episode.answers.append(answer)
             return EnvStep(**response)
 
-    async def _measure(self, request: Mapping[str, Any], where: str) -> dict[str, float]:
+    async def _call(self, request: Mapping[str, Any], where: str) -> Any:
+        """Return the response to a call that belongs to no episode."""
         episode = self._new_episode(0, request["record"], where)
         try:
-            request = {"do": "metric", "episode": 0, **request}
-            answer: dict[str, float] = await self._ask_processes(episode, request)
-            return answer
+            request = {"do": self.kind, "episode": 0, **request}
+            return await self._ask_processes(episode, request)
         except RewardCallError as error:
             raise DataError(
-                str(error), place=where, key=KEYS["metric"], found=self.target
+                str(error), place=where, key=KEYS[self.kind], found=self.target
             ) from None
         finally:
             episode.worker.episodes -= 1

@@ -1,4 +1,4 @@
-"""Process that runs a user's reward function or metric, or the environments of a user's class.
+"""Process that runs a user's reward function, metric or view, or the environments of a class.
 
     python -P -m megatron_vlm.user_code.reward_child SOCKET PARENT KIND TARGET TIMEOUT
 
@@ -94,13 +94,18 @@ class _UserCodeRunner:
         if request["do"] == "metric":
             arguments = [request[name] for name in ("answer", "references", "record")]
             return _of_metric(await self._call_in_time(lambda: self.found(*arguments)))
+        if request["do"] == "view":
+            return _opening_messages(
+                await self._call_in_time(lambda: self.found(request["record"])),
+                "where a record has no teacher",
+            )
         if request["do"] == "begin":
 
             def begin() -> Any:
                 self.episodes[episode] = self.found()
                 return self.episodes[episode].reset(request["record"])
 
-            return _opening_messages(await self._call_in_time(begin))
+            return _opening_messages(await self._call_in_time(begin), "for those of the record")
         environment = self.episodes[episode]
         return _of_step(await self._call_in_time(lambda: environment.step(request["answer"])))
 
@@ -162,12 +167,12 @@ def _of_step(result: Any) -> Request:
     return _step(result.reward, result.figures, _messages(result.messages))
 
 
-def _opening_messages(result: Any) -> Any:
+def _opening_messages(result: Any, none: str) -> Any:
     if result is None:
         return None
     if messages := _messages(result):
         return messages
-    raise _WrongError("returned no messages; for those of the record it is None")
+    raise _WrongError(f"returned no messages; {none} it is None")
 
 
 def _step(reward: Any, figures: Any, messages: Any) -> Request:

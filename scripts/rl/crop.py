@@ -1,10 +1,12 @@
-"""A task of two turns. The model sees a small grey picture and chooses a crop. Then it sees the
-crop in colour and large, and names the colour of the shape. The reward is its only feedback.
+"""A task of two turns for a model that thinks. The model sees a small grey picture and chooses a
+crop. Then it sees the crop in colour and large, and names the colour of the shape. The reward is
+its only feedback.
 
     python scripts/rl/crop.py OUT RECORDS
 
-This writes OUT/crop.jsonl, whose environment is `Crop`, and OUT/words.jsonl. From the latter a
-model learns the form of such a conversation, but neither where to look nor the right colour.
+This writes OUT/crop.jsonl and OUT/eval.jsonl, whose environment is `Crop`, and OUT/words.jsonl.
+From the latter a model learns the form of such a conversation, but neither where to look nor the
+right colour.
 """
 
 import json
@@ -27,6 +29,7 @@ SIDES = ("left", "right")
 # A colour whose name the model never tries is never learnt, and a tiny model soon tries few.
 NAMES = ("red", "green", "blue", "yellow")
 LOOK = 0.2  # share of the reward for choosing the side with the shape
+HELD_OUT = 200  # records of eval.jsonl
 
 
 class Crop:
@@ -37,14 +40,16 @@ class Crop:
         self.record, self.looked = record, False
 
     def step(self, answer: str) -> EnvStep:
-        """Return the chosen crop, and after the second answer the reward for the colour."""
+        """Return the chosen crop, and after the second answer the reward for the colour. What
+        counts is what follows the thoughts."""
+        choice = answer.rpartition("</think>")[2].strip()
         if self.looked:
-            return EnvStep(1 - LOOK if answer == self.record["colour"] else 0.0)
-        if answer not in SIDES:
+            return EnvStep(1 - LOOK if choice == self.record["colour"] else 0.0)
+        if choice not in SIDES:
             return EnvStep(0.0)
         self.looked = True
-        is_right = answer == self.record["side"]
-        picture = crop(self.record["picture"], answer)
+        is_right = choice == self.record["side"]
+        picture = crop(self.record["picture"], choice)
         return EnvStep(LOOK * is_right, [shown(picture, AGAIN)], {"found": float(is_right)})
 
 
@@ -62,16 +67,24 @@ def crop(picture: str, side: str) -> PIL.Image.Image:
 
 
 def make(out: Path, records: int, seed: int = 0) -> None:
-    """Write both sets and their pictures."""
+    """Write the sets and their pictures."""
     rng = random.Random(seed)
     folder = out / "pictures"
     folder.mkdir(parents=True)
-    pairs = [_record(folder, number, rng) for number in range(records)]
-    _write(out / "crop.jsonl", [record for record, _ in pairs])
-    _write(out / "words.jsonl", [words for _, words in pairs])
+    asked, words = [], []
+    for number in range(HELD_OUT + records):
+        record, turns = _record(folder, number, rng)
+        asked.append(record)
+        words += turns
+    _write(out / "eval.jsonl", asked[:HELD_OUT])
+    _write(out / "crop.jsonl", asked[HELD_OUT:])
+    _write(out / "words.jsonl", words[2 * HELD_OUT :])
 
 
-def _record(folder: Path, number: int, rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+def _record(
+    folder: Path, number: int, rng: random.Random
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the record of a picture, and a conversation for each turn to be learnt."""
     side, colour = rng.choice(SIDES), rng.choice(NAMES)
     room = SIDE - SIZE
     left, top = SIDES.index(side) * SIDE + rng.randint(0, room), rng.randint(0, room)
@@ -87,12 +100,14 @@ def _record(folder: Path, number: int, rng: random.Random) -> tuple[dict[str, An
     half = folder / f"{number}-{look}.png"
     crop(str(large), look).save(half)
     second = shown(f"pictures/{half.name}", AGAIN)
-    words = [first, _said(look), second, _said(guess)]
-    return {"messages": [first], **facts}, {"messages": words}
+    # The template takes the thoughts out of the first answer once the second question follows.
+    seen = {"role": "assistant", "content": look, "weight": 0}
+    words = [[first, _thought(look)], [first, seen, second, _thought(guess)]]
+    return {"messages": [first], **facts}, [{"messages": each} for each in words]
 
 
-def _said(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+def _thought(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text, "reasoning_content": f"{text}?"}
 
 
 def _write(path: Path, records: Sequence[Mapping[str, Any]]) -> None:

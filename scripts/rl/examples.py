@@ -1,6 +1,6 @@
-"""Four runs of `megatron-vlm rl` that learn: `make reinforce` runs them.
+"""Five runs of `megatron-vlm rl` that learn: `make reinforce` runs them.
 
-    python scripts/rl/examples.py OUT [own vllm distill crop]
+    python scripts/rl/examples.py OUT [own vllm distill crop privileged]
 
 - own, vllm: a tiny model learns by trial and error what colour a shape has. The reward shows only
   whether it was right, never the right answer. The samples come from its own decoder, on two
@@ -8,7 +8,8 @@
 - distill: a smaller model learns the same from the model of the run before, its teacher. Rewards
   are only reported. The page OUT/comparison.html has the curves of both.
 - crop: the model looks twice. It sees a small grey picture, chooses a crop, and names the colour
-  there.
+  there. It thinks before it answers, and the template takes these thoughts out of its first turn.
+- privileged: the model sees a small grey picture, and its teacher is itself with a crop in colour.
 
 Before that, the model learns the form of an answer from answers to other pictures: it names a
 colour that does not depend on the picture. The exit status is 1 if a run has not learnt.
@@ -25,11 +26,14 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+from transformers import AutoTokenizer
+
 from megatron_vlm.commands.demo.coloured_shapes import ShapesSpec, write_shapes
 from megatron_vlm.commands.demo.tiny_model import write_tiny
-from megatron_vlm.commands.demo.tiny_spec import TinySpec
+from megatron_vlm.family.tiny import TinySpec
 
 HERE = Path(__file__).parent
+TEMPLATE = HERE.parents[1] / "tests" / "support" / "templates" / "qwen3_5.jinja"
 ENGINE = HERE.parents[1] / ".venv-vllm" / "bin" / "python"
 TINY = TinySpec(
     layers=3,
@@ -41,8 +45,8 @@ TINY = TinySpec(
     from_scratch=True,
 )
 LAST = 10  # the mean over these last steps must reach WANTED
-WANTED = {"own": 0.9, "vllm": 0.9, "distill": 0.9, "crop": 0.8}
-STEPS = {"own": 90, "vllm": 90, "distill": 60, "crop": 100}
+WANTED = {"own": 0.9, "vllm": 0.9, "distill": 0.9, "crop": 0.75, "privileged": 0.8}
+STEPS = {"own": 90, "vllm": 90, "distill": 60, "crop": 70, "privileged": 50}
 SMALL = replace(TINY, layers=2, hidden=64, vision_depth=1)
 ALIKE = 0.25  # maximum distance of the curves of both samplers, in the mean over all steps
 COMMON = ["model=tiny_cpu", "data.cache_dir=null", "train.micro_batch_size=64"]
@@ -102,12 +106,29 @@ def make_crops(out: Path) -> list[str]:
     """Write the task of crop.py, and train a model that knows the words of the conversation."""
     folder = out / "crops"
     subprocess.run([sys.executable, HERE / "crop.py", folder, "3000"], check=True)
-    model = learn_words(out / "base", folder / "words.jsonl", "[]")
-    game = f"rl.environment={HERE / 'crop.py'}:Crop"
-    ignored = "data.ignore_keys=[picture,side,colour]"
+    write_tiny(out / "thinks", TINY)
+    tokenizer = AutoTokenizer.from_pretrained(out / "thinks")
+    tokenizer.chat_template = TEMPLATE.read_text()
+    tokenizer.save_pretrained(out / "thinks")
+    model = learn_words(out / "thinks", folder / "words.jsonl", "[]")
+    data = [f"data.train={folder / 'crop.jsonl'}", f"data.eval={folder / 'eval.jsonl'}"]
+    data += ["data.ignore_keys=[picture,side,colour]", "rl.eval_scores=reward"]
+    game = [f"rl.environment={HERE / 'crop.py'}:Crop", "rl.max_new_tokens=12"]
     # Until the model looks where the shape is, half of its guesses are noise: see docs/rl.md.
     more = ["rl.advantage=dr_grpo", "rl.kl_coef=0.06", "train.global_batch_size=32"]
-    return [model, f"data.train={folder / 'crop.jsonl'}", ignored, game, *more]
+    return [model, *data, *game, *more]
+
+
+def make_privileged(out: Path) -> list[str]:
+    """Write the task of privileged.py, and train a model that knows the colours of its crops."""
+    folder = out / "privileged-data"
+    subprocess.run([sys.executable, HERE / "privileged.py", folder, "2000", "200"], check=True)
+    model = learn_words(out / "base", folder / "words.jsonl", "[]")
+    data = [f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'eval.jsonl'}"]
+    view = ["teacher.path=self", f"teacher.view={HERE / 'privileged.py'}:closer"]
+    more = ["data.ignore_keys=[picture,side]", f"rl.reward={HERE / 'colour.py'}:right"]
+    more += ["optim.lr=1e-3", "distill.divergence=forward"]
+    return [model, *data, *DISTILL, *view, *more]
 
 
 def learn(out: Path, name: str, task: Sequence[str]) -> list[float]:
@@ -165,6 +186,8 @@ def main(out: Path, names: Sequence[str]) -> int:
         task = colours
         if name == "crop":
             task = make_crops(out)
+        if name == "privileged":
+            task = make_privileged(out)
         if name == "distill":
             task = make_student(out, colours, next(iter(curves)))
         curves[name] = curve = learn(out, name, task)

@@ -72,6 +72,7 @@ def muon(case: Case, **optim: object) -> Case:
 
 # Its A_log and the norms of gated delta nets are F32 beside BF16.
 QWEN3_5 = dict(family="qwen3_5", dtype="bfloat16", vision_depth=1)
+GEMMA4_EXPERTS = dict(family="gemma4", dtype="bfloat16", experts=4, vision_depth=1)
 
 CASES = {
     "1x1": (layout(), {}),
@@ -87,6 +88,8 @@ CASES = {
     "dp2-language-frozen": (layout(dp=2, freeze_language=True), {}),
     "qwen3_5-dp2-bf16": (bf16(layout(dp=2)), QWEN3_5),
     "qwen3_5-dp2-plain-bf16": (bf16(layout(dp=2, distributed_optimizer=False)), QWEN3_5),
+    "gemma4-tp2-pp2": (layout(tp=2, pp=2), {"family": "gemma4"}),
+    "gemma4-experts-ep2-bf16": (bf16(layout(dp=2, ep=2)), GEMMA4_EXPERTS),
     "tp2-dp2-bf16-moments": (moments("bf16", bf16(layout(tp=2, dp=2))), {}),
     "pp2-dp2-tied-int8-moments": (moments("int8", bf16(layout(pp=2, dp=2))), {"tied": True}),
     "dp2-plain-int8-moments": (moments("int8", layout(dp=2, distributed_optimizer=False)), {}),
@@ -114,6 +117,13 @@ class Part:
     save_at: tuple[int, ...] = ()
     async_save: bool = False
     vocab: int = 512
+    family: str = "qwen3_vl"
+
+
+def kind_of_rows(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return what rows for a model of these sizes depend on."""
+    kept = {name: sizes[name] for name in ("vocab", "family") if name in sizes}
+    return kept if kept.get("family") != "qwen3_5" else {}  # its rows are Qwen3-VL's
 
 
 def go(path: str, case: Case, part: Part) -> list[tuple[float, float]]:
@@ -124,7 +134,9 @@ def go(path: str, case: Case, part: Part) -> list[tuple[float, float]]:
         assert load(worker, part.start) == progress(part.steps.start)
     figures, pending = [], None
     for step in part.steps:
-        loss = worker.forward_backward(my_rows(make_rows(MIXED, part.vocab, step))).loss
+        loss = worker.forward_backward(
+            my_rows(make_rows(MIXED, part.vocab, step, part.family))
+        ).loss
         # Step 1 sets a rate, and the steps after it keep that rate.
         figures.append((loss, worker.optim_step(lr=LR / 2 if step == 1 else None)[0]))
         if pending is not None:
@@ -162,7 +174,7 @@ def straight(process_tree, tiny, tmp_path_factory):
     @cache
     def go_straight(name: str) -> tuple[Path, list[tuple[float, float]]]:
         (case, sizes), run = CASES[name], tmp_path_factory.mktemp(name)
-        part = Part(run, range(3), None, (2, 3), name != "1x1", sizes.get("vocab", 512))
+        part = Part(run, range(3), None, (2, 3), name != "1x1", **kind_of_rows(sizes))
         return run, own_pool.run(go, case.world, tiny(**sizes), case, part)[0]
 
     yield go_straight
@@ -173,7 +185,7 @@ def straight(process_tree, tiny, tmp_path_factory):
 def test_resumed_is_bit_for_bit_the_run_without_a_break(name, straight, pool, tiny, tmp_path):
     (case, sizes), (run, figures) = CASES[name], straight(name)
     assert find_latest(run) == step_folder(run, 3)
-    part = Part(tmp_path, range(2, 3), step_folder(run, 2), (3,), False, sizes.get("vocab", 512))
+    part = Part(tmp_path, range(2, 3), step_folder(run, 2), (3,), False, **kind_of_rows(sizes))
     assert pool.run(go, case.world, tiny(**sizes), case, part)[0] == figures[2:]
     actual, expected = step_folder(tmp_path, 3), step_folder(run, 3)
     names = {path.name for path in expected.iterdir()}
@@ -197,7 +209,7 @@ def test_offload_changes_no_bit(name, straight, pool, tiny, tmp_path):
     """A run with offload, and one that resumes it without, equal the run on the device alone."""
     (case, sizes), (run, figures) = CASES[name], straight(name)
     offloaded = in_host_memory(OFFLOADED[name], case)
-    part = Part(tmp_path, range(2), None, (2,), True, sizes.get("vocab", 512))
+    part = Part(tmp_path, range(2), None, (2,), True, **kind_of_rows(sizes))
     assert pool.run(go_in_buckets, case.world, tiny(**sizes), offloaded, part)[0] == figures[:2]
     part = replace(part, steps=range(2, 3), start=step_folder(tmp_path, 2), save_at=(3,))
     assert pool.run(go, case.world, tiny(**sizes), case, part)[0] == figures[2:]
@@ -223,6 +235,8 @@ TO_ANOTHER = {
     "dp2-language-frozen": layout(pp=2, dp=2, freeze_language=True),
     "qwen3_5-dp2-bf16": bf16(layout(tp=2)),
     "qwen3_5-dp2-plain-bf16": bf16(layout(pp=2, dp=2)),
+    "gemma4-tp2-pp2": layout(dp=2),
+    "gemma4-experts-ep2-bf16": bf16(layout(pp=2)),
     "tp2-dp2-bf16-moments": moments("bf16", bf16(layout(pp=2))),
     "pp2-dp2-tied-int8-moments": bf16(layout(tp=2)),  # with fp32 moments
     "dp2-plain-int8-moments": layout(dp=2),
@@ -235,7 +249,7 @@ TO_ANOTHER = {
 def test_another_layout_holds_the_same_bits(name, straight, pool, tiny, tmp_path):
     case, sizes = TO_ANOTHER[name], CASES[name][1]
     before = step_folder(straight(name)[0], 3)
-    part = Part(tmp_path, range(3, 3), before, (3,), vocab=sizes.get("vocab", 512))
+    part = Part(tmp_path, range(3, 3), before, (3,), **kind_of_rows(sizes))
     pool.run(go, case.world, tiny(**sizes), case, part)
     actual, expected = whole(step_folder(tmp_path, 3)), whole(before)
     assert actual.keys() == expected.keys()

@@ -22,7 +22,7 @@ from megatron_vlm.commands.agree.agree_ranks import run_agree
 from megatron_vlm.commands.agree.agreement_report import agreement_report
 from megatron_vlm.commands.agree.compare import Agreement, ComparedPrompt, compare, token_pairs
 from megatron_vlm.commands.agree.token_text import TokenText
-from megatron_vlm.data.media.images import PixelTables
+from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.process import UNLIKE
@@ -248,10 +248,10 @@ def write_replay(
         {"grid": media.grid, "dtype": "float32", "shape": list(media.patches_PC.shape)}
         for media in seen.images
     ]
-    one = {"ids": answer.ids, "log_probs": answer.log_probs, "ended": answer.ended}
+    one = {"ids": answer.ids, "log_probs": answer.log_probs, "ended": answer.ended, "versions": []}
     replies = {
         "inspect": {"ids": seen.ids, "image": images, "video": [], "vllm": "0.0"},
-        "sample": {"samples": [one], "version": 0},
+        "sample": {"samples": [one]},
     }
     file.write_text(json.dumps(replies))
     values = b"".join(media.patches_PC.numpy().tobytes() for media in seen.images)

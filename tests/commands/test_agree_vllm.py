@@ -113,10 +113,13 @@ def test_in_bf16_they_agree_less(family, data, tiny, pool, record_property):
 BROKEN = {
     # fault: file, original text, replacement, expected report
     "a resize": (
-        *("vllm_prompt.py", '"do_resize": False', '"do_resize": True'),
+        *("vllm_prompt.py", '_kwargs"] = processor', '_kwargs"] = {"do_resize": True}'),
         "10 of 12.*other grids",
     ),
-    "the times of frames": ("vllm_prompt.py", "_FPS = 10.0", "_FPS = 9.0", "4 of 12.*other ids"),
+    "the times of frames": (
+        *("vllm_prompt.py", 'video["facts"]', 'video["facts"] | {"fps": 9.0}'),
+        "4 of 12.*other ids",
+    ),
     "the order of pixels": (
         "vllm_prompt.py",
         ".reshape(frames, high, wide, 3)",
@@ -169,6 +172,6 @@ def test_a_run_is_compared_with_its_own_weights(trained, base, data, pool, tmp_p
     print(f"{worst:.1e} {tokens}")
     assert worst < 1e-5
     stale = "if 'layers.1.mlp' not in about['name']: yield about["
-    python = broken(tmp_path, "engine_server.py", "yield about[", stale)
+    python = broken(tmp_path, "shared_weights.py", "yield about[", stale)
     [(status, output)] = pool.run(_agree, 1, words(trained, data, python))
     assert status == UNLIKE and re.search(r"log-probs differ by more than 0.0001", output), output

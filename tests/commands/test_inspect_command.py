@@ -20,14 +20,12 @@ from megatron_vlm.commands.inspect.statistics import Column, collect_statistics,
 from megatron_vlm.config import load_config
 from megatron_vlm.data.batches.balance import Limits, group_cost, plan_batch
 from megatron_vlm.data.batches.dataset import open_data
-from megatron_vlm.data.media.images import ImageSettings, image_patches
-from megatron_vlm.data.media.processor_settings import VideoSettings
-from megatron_vlm.data.media.video import VideoPlan, video_patches
-from megatron_vlm.data.tokens.chat_renderer import START
-from megatron_vlm.data.tokens.sample_views import unpatch
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.qwen import VISION_MARKS
+from megatron_vlm.family.qwen.chat import CHAT
+from megatron_vlm.family.qwen.images import ImageSettings
+from megatron_vlm.family.qwen.videos import VideoSettings
+from megatron_vlm.family.video_plan import VideoPlan
 from megatron_vlm.report.html import script_of
 from megatron_vlm.report.sections import Bars, Listing, Marked, OutlinedPictures, Styled
 from megatron_vlm.report.svg import bars_svg, bins
@@ -191,12 +189,12 @@ def test_shown_text_is_all_of_the_tokens(name, seen):
     sample = shown(inspection, name).sample
     whole, trained = "", ""
     for turn in shown(inspection, name).turns:
-        whole += f"{START}{turn.role}\n" if turn.role else ""
+        whole += f"{CHAT.opens}{turn.role}\n" if turn.role else ""
         for piece in turn.pieces:
             written = piece.text
             if piece.view is not None:
                 is_video = piece.view.label.startswith("video")
-                pad = VISION_MARKS.video if is_video else VISION_MARKS.image
+                pad = CHAT.marks.video if is_video else CHAT.marks.image
                 written = pad * piece.view.num_tokens
             whole += written
             trained += written if piece.trained else ""
@@ -321,17 +319,17 @@ def test_plain_order_has_as_many_micro_batches_as_token_limits_make(look, folder
 
 
 @in_one_test(("height", "width", "merge"), [(32, 32, 2), (64, 160, 2), (96, 48, 3)])
-def test_unpatch_undoes_patches(height, width, merge):
+def test_pictures_undo_patches(height, width, merge):
     pixels = np.asarray(picture(width, height))
     settings = ImageSettings(merge_size=merge, min_pixels=1)
     assert settings.resized_size(height, width) == (height, width)
     grid = (1, height // 16, width // 16)
-    patches = image_patches(PIL.Image.fromarray(pixels), settings)
-    assert np.array_equal(unpatch(patches, grid, 16, merge)[0, 0], pixels)
+    patches = settings.patches(PIL.Image.fromarray(pixels))
+    assert np.array_equal(settings.pictures(patches, grid)[0, 0], pixels)
     frames = [np.asarray(picture(width, height, seed)) for seed in range(3)]
     plan = VideoPlan((0, 1, 2), (0.0, 1.0), (2, *grid[1:]), height, width)
-    patches = video_patches(frames, plan, VideoSettings(merge_size=merge))
-    actual = unpatch(patches, plan.grid_thw, 16, merge)
+    patches = VideoSettings(merge_size=merge).patches(frames, plan)
+    actual = VideoSettings(merge_size=merge).pictures(patches, plan.grid)
     assert np.array_equal(actual.reshape(4, height, width, 3), [*frames, frames[2]])
 
 

@@ -344,8 +344,8 @@ def test_every_number_has_a_range():
 @in_one_test("key", RANGES)
 def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
     allowed, kind = RANGES[key], key_types()[key]
-    listed = key.endswith(("layers_per_stage", "profile_steps", "loss_weights"))
-    whole = float not in (kind, *get_args(kind))
+    listed = key.endswith(("layers_per_stage", "profile_steps", "loss_weights", "mask_weight"))
+    whole = float not in _parts(kind)
 
     group, _, name = key.partition(".")
 
@@ -389,6 +389,8 @@ def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
         ("eval.metrics=[anls,bleu]", "eval.metrics", "bleu is no metric"),
         ("eval.metrics=[anls,anls]", "eval.metrics", "the name anls"),
         ("eval.metrics=[nowhere.py:loss]", "eval.metrics", "the name loss"),
+        ("eval.metrics=[nowhere.py:blind_loss]", "eval.metrics", "the name blind_loss"),
+        ("eval.blind=true train.objective=dpo", "eval.blind", "compares whole examples"),
         ("eval.metrics=nowhere.py:score", "eval.metrics", "no file nowhere.py"),
         ("eval.metrics=my.py:", "eval.metrics", "FILE.py:NAME"),
         ("checkpoint.best=b/anls", "checkpoint.best", "others need eval.metrics"),

@@ -176,6 +176,11 @@ VALUES = {
         + "lora_target_modules: 'model.language_model.layers.[\\d]+.self_attn.(q|v)_proj'\n",
         {"lora.targets": ("q_proj", "v_proj"), "lora.rank": 4},
     ),
+    "a pattern of Gemma's tower": (
+        yaml_text(AXOLOTL | {"base_model": "google/gemma-4-31B-it", "adapter": "lora"})
+        + "lora_target_modules: 'model.vision_tower.encoder.layers.0.mlp.(up|down)_proj.linear'\n",
+        {"lora.targets": ("vision_mlp",)},
+    ),
     "TRL as JSON, with tabs": (
         (
             "a.json",
@@ -328,6 +333,22 @@ def test_what_cannot_be_translated_is_refused_with_its_line(case, tmp_path):
     with raises(ConfigError, **fields) as caught:
         translate(tmp_path, file, text, **dict(*options))
     assert file.endswith(".sh") or file in caught.value.place
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("google/gemma-4-31B-it", ""),
+        ("google/gemma-4-26B-A4B-it", ""),
+        ("Qwen/Qwen3.8-27B", ""),
+        ("google/gemma-4-E4B-it", "E2B, E4B and 12B are not"),
+        ("acme/some-vl", "not that of a known model"),
+    ],
+)
+def test_a_model_that_is_not_trained_is_named(model, said, tmp_path):
+    printed, _ = translate(tmp_path, "a.yaml", yaml_text(AXOLOTL | {"base_model": model}))
+    sentences = " ".join(printed.replace("#", "").split())
+    assert ("this version trains" in sentences) == bool(said) and said in sentences
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path):

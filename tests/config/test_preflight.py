@@ -241,6 +241,8 @@ def test_released_models_pass(name, tmp_path):
 
 
 SAID_EARLY = {
+    "gemma4": "audio_config text_config.hidden_size_per_layer_input "
+    "text_config.num_kv_shared_layers vision_config.use_clipped_linears",
     "qwen3_vl": "model_type text_config.hidden_act text_config.attention_bias",
     "qwen3_vl_moe": "model_type text_config.norm_topk_prob text_config.output_router_logits",
     "qwen3_5": "model_type text_config.attn_output_gate text_config.mtp_use_dedicated_embeddings "
@@ -299,8 +301,8 @@ def test_what_needs_no_deepstack_list_is_checked_without_one(given, places, tmp_
     [
         (
             "[]",
-            "config.json: its content is [], not an object; give a folder of a Qwen3-VL or Qwen3.5 "
-            "checkpoint",
+            "config.json: its content is [], not an object; give a folder of a Qwen3-VL, "
+            "Qwen3.5 or Gemma 4 checkpoint",
         ),
         (
             '{"model_type": "qwen3_vl", "text_config": {"num_hidden_layers": "four"}}',

@@ -1,6 +1,9 @@
 # .venv/bin/python -m pytest tests/data/test_balance.py
 """Tests of micro-batches of near-equal cost with little padding, and of their collation."""
 
+from collections import Counter
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,10 @@ from transformers import AutoConfig
 
 from megatron_vlm.data.batches.balance import (
     Limits,
+    Plan,
     RowSize,
+    VisualSize,
+    group_cost,
     level,
     measure,
     naive_plan,
@@ -18,14 +24,15 @@ from megatron_vlm.data.batches.balance import (
 )
 from megatron_vlm.data.batches.collate import collate, filler_batch
 from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.data.batches.order import Order, order_of_all
 from megatron_vlm.data.even_split import deal
 from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.qwen import mrope_positions
+from megatron_vlm.family.qwen.model import mrope_positions
 from megatron_vlm.family.qwen3_vl.model import sizes_of
 from megatron_vlm.family.spec import Tokens
-from tests.support.batches import MIXED, make_rows, token_ids
+from tests.support.batches import MIXED, SHARED, make_rows, token_ids
 
 IDS = token_ids()
 TOKENS = Tokens(512, IDS.image, IDS.video, 2, mrope_positions)
@@ -93,6 +100,93 @@ def test_equal_rows_are_dealt_out_equally():
     assert [[len(group) for group in share] for share in plan] == [[4]] * 4
 
 
+def of_group(key: int, lengths: list[int], tower: float = 200.0) -> list[RowSize]:
+    """Return the rows of a prompt with a picture of 400 patches; a token costs 1."""
+    visual = VisualSize(key, 400, tower)
+    return [RowSize(n, n + tower, 400, 1, visuals=(visual,)) for n in lengths]
+
+
+def groups_of(plan: Plan, sizes: list[RowSize]) -> list[list[tuple[int, int]]]:
+    """Return the key and the tokens of the rows of each micro-batch."""
+    return [
+        [(sizes[r].visuals[0].key, sizes[r].tokens) for r in g] for share in plan for g in share
+    ]
+
+
+def figures(plan: Plan, sizes: list[RowSize]) -> BatchFigures:
+    return BatchFigures.from_plan(sizes, plan)
+
+
+def without_visuals(sizes: list[RowSize]) -> list[RowSize]:
+    return [replace(size, visuals=()) for size in sizes]
+
+
+@pytest.mark.parametrize("limits", [Limits(rows=4), Limits(tokens=4 * 360)], ids=["rows", "tokens"])
+def test_rows_of_a_group_meet_where_that_saves_more_than_padding_costs(limits):
+    """Lengths of two groups alternate, so by length alone the rows of both would be mixed."""
+    sizes = of_group(0, [*range(300, 340, 10)] * 2) + of_group(1, [*range(305, 345, 10)] * 2)
+    plan = plan_batch(sizes, 1, limits)
+    assert sorted(row for group in plan[0] for row in group) == list(range(16))
+    assert all(len({key for key, _ in group}) == 1 for group in groups_of(plan, sizes))
+    assert {len(group) for group in plan[0]} == {4}
+    found, apart = figures(plan, sizes), figures(plan, without_visuals(sizes))
+    assert (found.patches, found.shared_patches) == (16 * 400, 12 * 400)
+    assert found.work == apart.work - 12 * 200 == sum(size.tokens for size in sizes) + 4 * 200
+    alone = RowSize.of_rows([sizes[row] for row in plan[0][0]])
+    assert group_cost([alone]) == pytest.approx(group_cost([sizes[row] for row in plan[0][0]]))
+    assert (alone.cost, alone.patches) == (alone.tokens + 200, 400)
+
+
+def test_rows_of_uneven_length_are_kept_together_in_smaller_numbers_or_not_at_all():
+    """Each group has short, middle and long answers. A tower as cheap as nothing is not worth any
+    padding, and the plan is that of rows without pictures."""
+    lengths, limits = [100, 101, 500, 501, 900, 901, 1300, 1301], Limits(rows=4)
+    for tower, together in ((1e-6, 1), (100.0, 2), (1e6, 4)):
+        sizes = [row for key in range(4) for row in of_group(key, lengths, tower)]
+        plan = plan_batch(sizes, 1, limits)
+        keys = [Counter(key for key, _ in group) for group in groups_of(plan, sizes)]
+        assert {min(counter.values()) for counter in keys} == {together}
+        if together == 1:
+            assert plan == plan_batch(without_visuals(sizes), 1, limits)
+
+
+@pytest.mark.parametrize("limits", [Limits(rows=4), Limits(tokens=3000)], ids=["rows", "tokens"])
+def test_rows_with_pictures_of_their_own_are_planned_as_ever(limits):
+    sizes = [
+        row for key, size in enumerate(heavy_tail(64, 0)) for row in of_group(key, [size.tokens])
+    ]
+    plan = plan_batch(sizes, 4, limits)
+    assert plan == plan_batch(without_visuals(sizes), 4, limits)
+    found = figures(plan, sizes)
+    assert found.shared_patches == 0 and found == figures(plan, without_visuals(sizes))
+
+
+GROUPS = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=9), min_size=1, max_size=9)
+
+
+@settings(max_examples=100)
+@given(
+    GROUPS,
+    st.integers(0, 9),
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(1, 9000)),
+    st.integers(1, 8),
+)
+def test_no_plan_of_rows_that_share_is_worse_than_that_of_rows(lengths, texts, ranks, tokens, rows):
+    sizes = [row for key, group in enumerate(lengths) for row in of_group(key, group)]
+    sizes += [RowSize(50 * (n + 1), 50.0 * (n + 1)) for n in range(texts)]
+    limits = Limits(rows, tokens)
+    plan = plan_batch(sizes, ranks, limits)
+    groups = [group for share in plan for group in share]
+    assert sorted(row for group in groups for row in group) == list(range(len(sizes)))
+    for group in groups:
+        longest = max(sizes[row].tokens for row in group)
+        assert len(group) <= (rows if tokens is None else max(1, tokens // longest))
+    apart = plan_batch(without_visuals(sizes), ranks, limits)
+    assert measure(plan, sizes).busiest <= measure(apart, sizes).busiest
+    assert plan == plan_batch(sizes, ranks, limits)
+
+
 def test_leveling_undoes_a_bad_deal():
     costs = [5.0, 5.0, 1.0, 1.0]
     loads = [sum(costs[group] for group in share) for share in level([[0, 1], [2, 3]], costs)]
@@ -128,6 +222,23 @@ def test_collation_copies_rows_and_pads_them(seed):
     for name in ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3"):
         parts = [getattr(row, name) for row in chosen if getattr(row, name) is not None]
         assert torch.equal(getattr(batch, name), torch.cat(parts)) if parts else not parts
+
+
+def test_rows_with_the_same_pictures_have_them_once():
+    """A picture of the same size is another one, and so are equal pixels of another tensor."""
+    rows = make_rows(SHARED)
+    assert (
+        collate([place_row(row, TOKENS, "row") for row in rows[:2]], range(2)).visual_of_O is None
+    )
+    copied = replace(rows[4], pixel_values_PC=rows[4].pixel_values_PC.clone())
+    placed = [place_row(row, TOKENS, "row") for row in (*rows[4:], copied)]
+    batch = collate(placed, range(5))
+    assert batch.visual_of_O.tolist() == [0, 1, 0, 0, 2, 3, 3, 3, 3]
+    assert batch.image_grid_I3.tolist() == [[1, 4, 2]] * 3
+    assert batch.video_grid_I3.tolist() == [[2, 4, 6]]
+    pixels = [row.pixel_values_PC for row in (rows[4], rows[5], rows[4])]
+    assert batch.pixel_values_PC.equal(torch.cat(pixels))
+    assert batch.pixel_values_videos_PC is not None and len(batch.pixel_values_videos_PC) == 48
 
 
 def test_bytes_and_floats_do_not_mix():

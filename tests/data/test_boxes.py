@@ -175,6 +175,38 @@ def test_every_form_is_learnt_like_the_text_written_out(name, reader):
     assert record_reader.encoder.renderer.tokenizer.decode(trained) == JSON_LEARNT + "<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    "box, learnt, drawn",
+    [
+        (
+            [20, 30, 100, 60],
+            '{"box_2d": [300, 100, 600, 500], "label": "a dog"}',
+            (100, 300, 500, 600),
+        ),
+        ([20, 30], '{"point_2d": [300, 100], "label": "a dog"}', (100, 300)),
+    ],
+)
+@pytest.mark.parametrize("is_written", [False, True])
+def test_gemma_has_y_first_in_texts_alone(box, learnt, drawn, is_written, tiny):
+    """What is drawn has x first again, whether it comes from `objects` or from a text."""
+    answer = learnt if is_written else re.sub(r"\[.*\]", "<bbox>", learnt)
+    raw = record(answer, blank(200, 100), **({} if is_written else {"ref": [], "bbox": [box]}))
+    ours = make_reader(
+        make_encoder(tiny(family="gemma4"), DataConfig()),
+        DataConfig(),
+        read_sizes(tiny(family="gemma4")),
+        None,
+    )
+    sample = ours.encode(raw, "x:1")
+    assert (
+        ours.encoder.renderer.tokenizer.decode(sample.ids_S[sample.trained_S]) == learnt + "<turn|>"
+    )
+    shown = show_example(ours, raw, "x:1", (sample,), pictures=True)
+    [view] = [piece.view for turn in shown.turns for piece in turn.pieces if piece.view]
+    [outline] = view.outlines
+    assert (outline.label, outline.numbers) == ("a dog", drawn) and shown.problem is None
+
+
 def test_marks_are_filled_in_the_order_of_the_text(reader):
     """Reasoning comes before its answer, and a filled name is not searched for marks."""
     raw = {

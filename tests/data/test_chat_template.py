@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.media.images import expand_patches, normalisation_table
 from megatron_vlm.data.tokens import chat_template
 from megatron_vlm.data.tokens.chat_renderer import ChatRenderer
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.qwen import VISION_MARKS
+from megatron_vlm.family.qwen.chat import CHAT
 from tests.support.chats import CHATS, hf_encode, hf_processor, image, say, text
 from tests.support.error_fields import raises
 
@@ -64,8 +63,7 @@ def test_ids_patches_and_grids_equal_hugging_face(name, reader, tiny):
         return
     assert torch.equal(row.image_grid_I3, expected["image_grid_thw"])
     settings = record_reader.encoder.images
-    table = normalisation_table(settings.mean, settings.std, settings.rescale_factor)
-    pixels = expand_patches(row.pixel_values_PC, table, 1536)
+    pixels = settings.pixel_values(row.pixel_values_PC, settings.table())
     assert torch.equal(pixels, expected["pixel_values"])
 
 
@@ -257,7 +255,7 @@ def test_templates_that_are_not_chatml_are_refused(reader, tiny):
         tokenizer.chat_template = template
         encoder = reader().encoder
         with pytest.raises(ConfigError, match=words):
-            encoder.renderer = ChatRenderer(tokenizer, "refuse", VISION_MARKS)
+            encoder.renderer = ChatRenderer(tokenizer, "refuse", CHAT)
             record_reader = replace(reader(), encoder=encoder)
             record_reader.encode(CHATS["text"], "x:1")
 
@@ -294,7 +292,7 @@ def test_chunks_have_weights_of_tokens(reader):
     [
         ({"mask": [0, 1]}, "mask has 2 entries for 9 tokens"),
         ({"mask": [0] * 10}, "mask has 10 entries for 9 tokens"),
-        ({"chunks": [{"tokens": [1, 475]}]}, "tokens[1]=475 is outside the vocabulary of 475"),
+        ({"chunks": [{"tokens": [1, 481]}]}, "tokens[1]=481 is outside the vocabulary of 481"),
         (
             {"chunks": [{**CHUNKS["chunks"][1], "expected_tokens": 5}, CHUNKS["chunks"][2]]},
             "expected_tokens=5 differs from the 4 tokens",

@@ -13,7 +13,7 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.placeholder_grids import check_placeholders
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.qwen import mrope_positions
+from megatron_vlm.family.qwen.model import mrope_positions
 from megatron_vlm.family.spec import Tokens
 from tests.support.batches import MIXED, RowSpec, make_rows, token_ids
 

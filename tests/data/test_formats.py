@@ -21,9 +21,9 @@ from megatron_vlm.data.records.record import (
     ImageChunk,
     Objects,
     Video,
-    VideoOptions,
 )
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.video_plan import VideoOptions
 from tests.support.chats import call, say, text
 from tests.support.error_fields import at, raises
 
@@ -213,7 +213,8 @@ def test_tool_calls_are_brought_to_one_shape(look):
     messages = [say("user", "Look."), {"role": "assistant", "content": None, "tool_calls": [look]}]
     raw = {"messages": [*messages, seen, say("assistant", "A cat.", weight=0)]}
     record = parse_record({**raw, "tools": f"[{json.dumps(call('look'))}]"}, "x:1")
-    assert record.turns[1] == ChatMessage("assistant", (), (call("look", x=1),))
+    numbered = {"id": look["id"]} if "id" in look else {}
+    assert record.turns[1] == ChatMessage("assistant", (), ({**call("look", x=1), **numbered},))
     assert record.turns[2] == ChatMessage("tool", (Image("a.png"),))
     assert record.turns[3].weight == 0
     assert record.tools == (call("look"),)
@@ -257,11 +258,15 @@ def test_calls_of_one_answer(name):
     messages = [DIALOGUE[0], *CALLS[name], DIALOGUE[1]]
     bare = {"name": "look", "input_schema": {"type": "object"}}
     record = parse_record({"messages": messages, "tools": [bare]}, "x:1")
+    ids = ("1", "2") if name == "Anthropic" else ("", "")
+    looks = tuple(
+        {**each, **({"id": id} if id else {})} for each, id in zip(LOOKS, ids, strict=True)
+    )
     assert record.turns == (
         ChatMessage("user", ("a",)),
-        ChatMessage("assistant", ("I look.",), LOOKS),
-        ChatMessage("tool", ("a cat",)),
-        ChatMessage("tool", ("nothing",)),
+        ChatMessage("assistant", ("I look.",), looks),
+        ChatMessage("tool", ("a cat",), call_id=ids[0]),
+        ChatMessage("tool", ("nothing",), call_id=ids[1]),
         ChatMessage("assistant", ("b",)),
     )
     function = {"name": "look", "parameters": {"type": "object"}}
@@ -274,7 +279,8 @@ def test_the_older_function_call_of_openai():
     result = {"role": "function", "name": "look", "content": "a cat"}
     raw = {"messages": [DIALOGUE[0], called, result, DIALOGUE[1]], "functions": [function]}
     record = parse_record(raw, "x:1")
-    shown = ChatMessage("assistant", (), (call("look"),)), ChatMessage("tool", ("a cat",))
+    answer = ChatMessage("tool", ("a cat",), name="look")
+    shown = ChatMessage("assistant", (), (call("look"),)), answer
     assert record.turns[1:3] == shown
     assert record.tools == ({"type": "function", "function": function},)
     with raises(DataError, place="x:1", key="tools"):
@@ -768,7 +774,7 @@ def test_two_keys_that_say_the_same_are_one():
 def test_the_keys_of_an_answer_to_a_call():
     answer = {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "f"}
     raw = {"messages": [*DIALOGUE, answer]}
-    assert parse_record(raw, "x:1").turns[2] == ChatMessage("tool", ("3",))
+    assert parse_record(raw, "x:1").turns[2] == ChatMessage("tool", ("3",), name="f", call_id="c1")
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from transformers.image_utils import SizeDict
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
-from megatron_vlm.data.media.processor_settings import VideoSettings
-from megatron_vlm.data.media.video import VideoInfo, plan_video, video_patches, video_text
+from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.media.video_file import iter_frames, probe_video
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.qwen import VISION_MARKS
+from megatron_vlm.family.qwen.videos import VideoSettings
+from megatron_vlm.family.video_plan import VideoInfo, VideoPlan
 from tests.support.error_fields import raises
 from tests.support.videos import (
     END,
@@ -115,7 +115,7 @@ def test_the_cap_of_a_frame_is_by_default_that_of_this_transformers(tmp_path):
         frames = random_frames(6, 128, 128)
         oracle = Oracle.from_pretrained(tmp_path)
         theirs = oracle.preprocess([frames], do_sample_frames=False, return_tensors="pt")
-        grid = plan_video(VideoInfo(6, None, 128, 128), ours, sample=False).grid_thw
+        grid = ours.plan(VideoInfo(6, None, 128, 128), sample=False).grid
         assert [list(grid)] == theirs["video_grid_thw"].tolist()
         grids.add(grid)
     assert len(grids) == 2
@@ -146,28 +146,33 @@ def test_plans_equal_hugging_face(count, fps, height, width, ours, cap, sample):
         expected = oracle.resize(frames, size, None, 32, 2, cap)
     except ValueError:
         with pytest.raises(DataError):
-            plan_video(info, ours, sample)
+            ours.plan(info, sample)
         return
-    plan = plan_video(info, ours, sample)
+    plan = ours.plan(info, sample)
     assert list(plan.indices) == indices.tolist()
     assert (plan.height, plan.width) == expected
     grid = ((len(indices) + 1) // 2, expected[0] // 16, expected[1] // 16)
-    assert plan.grid_thw == grid
+    assert plan.grid == grid
     if len(plan.indices) < 2000:
         metadata.frames_indices = indices
         inputs = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata]}
         text = hf_processor(oracle).replace_video_token(inputs, 0)
-        assert video_text(plan, 2, VISION_MARKS) == text
+        assert text_of(plan, ours) == text
+
+
+def text_of(plan: VideoPlan, ours: VideoSettings) -> str:
+    """The text of a video, with the placeholders of whole frames."""
+    return ours.text(plan).replace(PAD, PAD * ours.num_tokens(plan.grid))
 
 
 def test_text_of_an_odd_count_of_frames():
     """7 frames at 2 a second; the 8th is the 7th again, so the last pair is at 3.0 seconds."""
-    plan = plan_video(VideoInfo(7, 2.0, 64, 96), SETTINGS)
+    plan = SETTINGS.plan(VideoInfo(7, 2.0, 64, 96))
     assert plan.indices == (0, 1, 2, 3, 4, 5, 6)
     assert plan.timestamps == (0.25, 1.25, 2.25, 3.0)
-    assert plan.grid_thw == (4, 4, 6)
+    assert plan.grid == (4, 4, 6)
     frame = START + 6 * PAD + END
-    assert video_text(plan, 2, VISION_MARKS) == (
+    assert text_of(plan, SETTINGS) == (
         f"<0.2 seconds>{frame}<1.2 seconds>{frame}<2.2 seconds>{frame}<3.0 seconds>{frame}"
     )
 
@@ -187,7 +192,7 @@ def test_text_of_an_odd_count_of_frames():
 )
 def test_plans_that_are_refused(info, fields):
     with raises(DataError, place="row 3", **fields):
-        plan_video(info, SETTINGS, where="row 3")
+        SETTINGS.plan(info, where="row 3")
 
 
 def test_hugging_face_keeps_the_template_brackets():
@@ -206,11 +211,19 @@ def test_pixel_values_equal_hugging_face(shape):
     oracle.image_mean, oracle.image_std = ours.image_mean, ours.image_std
     frames = random_frames(*shape)
     theirs = oracle.preprocess([frames], do_sample_frames=False, return_tensors="pt")
-    plan = plan_video(VideoInfo(shape[0], None, *shape[1:]), ours, sample=False)
-    patches = video_patches(iter(frames), plan, ours)
+    plan = ours.plan(VideoInfo(shape[0], None, *shape[1:]), sample=False)
+    patches = ours.patches(iter(frames), plan)
     assert patches.dtype == np.uint8
-    assert [list(plan.grid_thw)] == theirs["video_grid_thw"].tolist()
+    assert [list(plan.grid)] == theirs["video_grid_thw"].tolist()
     assert torch.equal(pixel_values(patches, ours), theirs["pixel_values_videos"])
+
+
+def test_pictures_and_videos_have_their_own_normalisation(tiny):
+    """With the same mean and deviation, the two processors round in another way."""
+    patches = torch.arange(1536).remainder(256).byte()[None]
+    tables, videos = PixelTables(tiny(), torch.device("cpu")), VideoSettings.from_checkpoint(tiny())
+    assert torch.equal(tables.videos(patches), videos.pixel_values(patches, videos.table()))
+    assert not torch.equal(tables.videos(patches), tables.images(patches))
 
 
 @pytest.mark.parametrize("size", [(37, 51), (301, 517), (200, 90)])
@@ -218,23 +231,23 @@ def test_resizing_is_two_passes_of_bytes(size):
     """By hand in float64: across, rounded to bytes, then down. Measured: 1 of 255 apart at most
     (torch counts in 16 bits), where floats without the rounding between are 14 to 23 apart."""
     frames = random_frames(2, *size)
-    plan = plan_video(VideoInfo(2, None, *size), SETTINGS, sample=False)
+    plan = SETTINGS.plan(VideoInfo(2, None, *size), sample=False)
     expected = torch.tensor(frames).permute(0, 3, 1, 2).double()
     for shape in ((size[0], plan.width), (plan.height, plan.width)):
         expected = F.interpolate(expected, shape, mode="bicubic", antialias=True)
         expected = expected.clamp(0, 255).round()
-    by_hand = video_patches(expected.byte().permute(0, 2, 3, 1).numpy(), plan, SETTINGS)
-    apart = abs(video_patches(frames, plan, SETTINGS).astype(int) - by_hand)
+    by_hand = SETTINGS.patches(expected.byte().permute(0, 2, 3, 1).numpy(), plan)
+    apart = abs(SETTINGS.patches(frames, plan).astype(int) - by_hand)
     assert apart.max() <= 1 and apart.mean() < 0.01
 
 
 def test_frames_that_do_not_fit_the_plan():
     frames = random_frames(4, 48, 64)
-    plan = plan_video(VideoInfo(4, None, 48, 64), SETTINGS, sample=False)
+    plan = SETTINGS.plan(VideoInfo(4, None, 48, 64), sample=False)
     with pytest.raises(DataError, match=r"has 3 frames .* planned with 4 frames"):
-        video_patches(frames[:3], plan, SETTINGS)
+        SETTINGS.patches(frames[:3], plan)
     with pytest.raises(DataError, match=r"has 4 frames of shapes \[\(40, 64, 3\), \(48, 64, 3\)"):
-        video_patches([*frames[:3], frames[3, :40]], plan, SETTINGS)
+        SETTINGS.patches([*frames[:3], frames[3, :40]], plan)
 
 
 # Files
@@ -256,7 +269,7 @@ def test_sampled_frames_are_those_frames(tmp_path, name, codec, options):
     path = make_video(tmp_path / name, 17, codec, **options)
     info = probe_video(path)
     assert info == VideoInfo(17, 10.0, 48, 64)
-    plan = plan_video(info, replace(SETTINGS, fps=3))
+    plan = replace(SETTINGS, fps=3).plan(info)
     assert plan.indices == (0, 4, 8, 12, 16)
     for indices in (plan.indices, range(17)):
         assert [number_of(frame) for frame in iter_frames(path, indices)] == list(indices)
@@ -269,11 +282,11 @@ def test_a_file_equals_hugging_face_from_end_to_end(tmp_path):
     theirs = oracle.preprocess(
         [frames], video_metadata=[metadata], do_sample_frames=False, return_metadata=True
     )
-    plan = plan_video(probe_video(path), SMALL)
-    patches = video_patches(iter_frames(path, plan.indices), plan, SMALL)
+    plan = SMALL.plan(probe_video(path))
+    patches = SMALL.patches(iter_frames(path, plan.indices), plan)
     assert len(plan.indices) == 6 and list(plan.indices) == metadata.frames_indices.tolist()
     assert torch.equal(pixel_values(patches, SMALL), theirs["pixel_values_videos"])
-    assert video_text(plan, 2, VISION_MARKS) == hf_processor(oracle).replace_video_token(theirs, 0)
+    assert text_of(plan, SMALL) == hf_processor(oracle).replace_video_token(theirs, 0)
 
 
 def test_a_clip_cut_without_encoding(tmp_path):

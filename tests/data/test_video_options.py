@@ -22,14 +22,13 @@ from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
-from megatron_vlm.data.media.processor_settings import VideoSettings
-from megatron_vlm.data.media.video import VideoInfo, plan_video
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.keys import UnknownKeysError
-from megatron_vlm.data.records.record import VideoOptions
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, DataError
+from megatron_vlm.family.qwen.videos import VideoSettings
+from megatron_vlm.family.video_plan import VideoInfo, VideoOptions
 from tests.support.chats import hf_processor, say
 from tests.support.error_fields import at, raises
 from tests.support.videos import (
@@ -193,7 +192,7 @@ def test_plans_with_options_equal_hugging_face(count, fps, size, rate, most_fram
         budget = max(share, int(1.05 * (least or ours.min_pixels))) * taken
     low = least * taken if least else ours.min_pixels
     high = min(budget, most * taken) if most else budget
-    plan = partial(plan_video, VideoInfo(count, fps, *size), ours, options=options)
+    plan = partial(ours.plan, VideoInfo(count, fps, *size), options=options)
     if low > high and (least or most or total):
         with raises(DataError, place="the video") as caught:
             plan()
@@ -395,8 +394,8 @@ def test_what_does_not_fit_the_file_or_the_settings(part, keys, key, found, numb
 
 def test_seconds_of_a_file_that_does_not_say_its_rate():
     with raises(DataError, place="row 3", key="video_end", found=1.0):
-        plan_video(
-            VideoInfo(9, None, 64, 64), SETTINGS, where="row 3", options=VideoOptions(video_end=1.0)
+        SETTINGS.plan(
+            VideoInfo(9, None, 64, 64), where="row 3", options=VideoOptions(video_end=1.0)
         )
 
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_vlm.distributed.cuda_stand_in import answer_cuda_calls
+from megatron_vlm.hf.block_weight import BlockCodes, BlockWeight
 from tests.device.findings import Findings, Kind
 from tests.device.streams import Event, Stream, Streams
 from tests.support import varlen
@@ -46,7 +47,10 @@ class Place(StrEnum):
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Return the storage of a tensor, one object for all of its tensors, which carries marks."""
+    """Return the storage of a tensor, one object for all of its tensors, which carries marks. A
+    weight in blocks lies where its codes do."""
+    if isinstance(tensor, BlockWeight):
+        tensor = tensor.codes.codes_K
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()
 
@@ -274,16 +278,24 @@ def emulated() -> Iterator[Findings]:
     _replace_attributes(streams)
     _register_kernels()
     torch.compiler.set_stance("force_eager")
+
     run_backward = torch.autograd._engine_run_backward
 
     def with_device(*args: Any, **kwargs: Any) -> Any:
         # torch disables a mode while the mode's handler runs, for example during `backward`, which
-        # runs hooks.
+        # runs hooks, and in the handlers of a weight in blocks.
         inside = torch._C._len_torch_function_stack() > 0
         with contextlib.nullcontext() if inside else api:
             return run_backward(*args, **kwargs)
 
     _replace(torch.autograd, _engine_run_backward=with_device)
+    decode = BlockCodes.decode
+
+    def decode_on_device(codes: BlockCodes, dtype: torch.dtype) -> Tensor:
+        with torch._C._EnableTorchFunction(), api:
+            return decode(codes, dtype)
+
+    _replace(BlockCodes, decode=decode_on_device)
     with api, _Kernels(findings, api):
         yield findings
 

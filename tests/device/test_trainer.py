@@ -3,6 +3,7 @@
 gets a tensor on the host, and a step waits for the device as often as its budget allows."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import megatron_vlm.training.worker
 from megatron_vlm.controller import local_group
+from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.process import MISTAKE
 from megatron_vlm.model import fused_ops
@@ -20,9 +22,12 @@ from megatron_vlm.training.broadcast import share_batch
 from megatron_vlm.training.worker import MegatronWorker
 from tests.device.emulator import CUDA, emulated
 from tests.device.findings import Finding, Kind, Phase
+from tests.lora.test_lora import BLOCKS, DELTA_NET_IN_BLOCKS
 from tests.model.test_parity import layout
 from tests.run.test_train import command, run_rank
+from tests.support import gemma4
 from tests.support.batches import MIXED, make_rows
+from tests.support.gemma4 import TinyGemma4
 from tests.support.runs import Case, my_rows
 from tests.support.sets import write_set
 from tests.support.suites import slow
@@ -32,8 +37,12 @@ from tests.support.suites import slow
 # tokens (each chunk of the stage separately), the metrics, the norm, and for length and text of the
 # data that the loading rank shares.
 PER_MICRO_BATCH = {Phase.forward: 0, Phase.backward: 0, Phase.exchange: 0}
+# Each layer with experts waits for the tokens of its experts, which decide shapes. A step waits for
+# their load, for how many tokens were routed otherwise, and at EP for the most micro-batches.
+OF_EXPERTS_STEP = 2
 PER_STEP = {Phase.step: 2, Phase.optimizer: 1, Phase.sharing: 2}
 
+ADAPTERS: dict[str, Any] = {"rank": 4, "targets": ("attention", "mlp")}
 BF16, FP32 = {"precision": "bf16"}, {"precision": "fp32"}
 CASES: dict[str, Case] = {
     "1": replace(layout(), train=BF16),
@@ -43,8 +52,17 @@ CASES: dict[str, Case] = {
     "pp2x2": replace(layout(pp=2, virtual_stages=2), train=FP32),
     "dp2": replace(layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True), train=FP32),
     "qwen3_5": replace(layout(tp=2, recompute_vision=True), train=BF16),
+    "gemma4": replace(layout(tp=2, recompute_vision=True), train=FP32),
     "offload": replace(layout(offload_activations=0.5), train=BF16),
     "offload-optimizer": replace(layout(), train=BF16, optim={"offload": 1.0}),
+    "int8-moments": replace(layout(), train=BF16, optim={"states": "int8"}),
+    "bf16-moments-dp2": replace(layout(dp=2), train=BF16, optim={"states": "bf16"}),
+    "muon": replace(layout(), train=BF16, optim={"name": "muon"}),
+    "lora-nf4": replace(layout(), train=BF16, lora=ADAPTERS | {"base": "nf4"}),
+    "lora-int8-tp2": replace(layout(tp=2), train=BF16, lora=ADAPTERS | {"base": "int8"}),
+    "lora-nf4-qwen3_5": replace(layout(), train=BF16, lora=ADAPTERS | {"base": "nf4"}),
+    "experts-ep2": replace(layout(dp=2, ep=2), train=BF16),
+    "qwen3_5-experts": replace(layout(), train=BF16),
     "offload-pp2x2": replace(
         layout(pp=2, virtual_stages=2, recompute="selective", offload_activations=1), train=FP32
     ),
@@ -55,6 +73,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "offload": {"hidden": 128, "heads": 8, **SHALLOW},
     "pp2x2": {},
     "offload-pp2x2": {"hidden": 128, "heads": 8},
+    "lora-nf4": BLOCKS,
+    "lora-int8-tp2": BLOCKS,
+    "lora-nf4-qwen3_5": DELTA_NET_IN_BLOCKS,
+    "experts-ep2": {**SHALLOW, "experts": 4},
+    "qwen3_5-experts": {"family": "qwen3_5", "head_dim": 64, "vision_depth": 1, "experts": 4},
 }
 
 
@@ -76,7 +99,7 @@ def with_cuda() -> None:
     fused_ops.missing_compiler = lambda platform: None  # it runs eagerly in the emulator
 
 
-def second_step(path: str, case: Case) -> Watched:
+def second_step(path: str, case: Case, rows: Sequence[Row]) -> Watched:
     """Return the findings of the second step: the first creates the optimizer's state."""
     with_cuda()
     with emulated() as findings:
@@ -84,7 +107,7 @@ def second_step(path: str, case: Case) -> Watched:
         for _ in range(2):
             findings.all.clear()
             findings.to_host = 0
-            local_batches = worker.micro_batches(my_rows(make_rows(MIXED))), None
+            local_batches = worker.micro_batches(my_rows(rows)), None
             leads = worker.grid.leads
             batches, _ = share_batch(local_batches if leads else None, worker.grid, CUDA)
             loss = worker.forward_backward(batches).loss
@@ -93,11 +116,11 @@ def second_step(path: str, case: Case) -> Watched:
         return Watched(findings.all, len(batches), loss, findings.to_host, weights)
 
 
-def on_stand_in(path: str, case: Case) -> float:
+def on_stand_in(path: str, case: Case, rows: Sequence[Row]) -> float:
     """Return the loss of the same step on the CPU."""
     worker = MegatronWorker(case.config(path))
     for _ in range(2):
-        loss = worker.forward_backward(my_rows(make_rows(MIXED))).loss
+        loss = worker.forward_backward(my_rows(rows)).loss
         worker.optim_step()
     return loss
 
@@ -108,16 +131,23 @@ def cases(quick: str | None, *full: str) -> list[Any]:
     return [pytest.param(each, marks=marks.get(each, pytest.mark.slow)) for each in CASES]
 
 
-@pytest.mark.parametrize("name", cases("offload-optimizer", "tp2", "qwen3_5", "offload"))
-def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny):
-    case, path = CASES[name], tiny(**SIZES.get(name, SHALLOW))
+@pytest.mark.parametrize("name", cases("offload-optimizer", "tp2", "qwen3_5", "gemma4", "offload"))
+def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny, tmp_path):
+    case, rows = CASES[name], make_rows(MIXED)
+    if name == "gemma4":  # its pictures, and text within a window and beyond it, are masked apart
+        path, rows = TinyGemma4(layers=2).write(tmp_path / "model"), gemma4.make_rows()
+    else:
+        path = tiny(**SIZES.get(name, SHALLOW))
     eager = replace(case, model={**case.model, "compile": False})
-    [loss, *_] = pool.run(on_stand_in, case.world, path, eager)
-    for rank, done in enumerate(device_pool.run(second_step, case.world, path, case)):
+    [loss, *_] = pool.run(on_stand_in, case.world, path, eager, rows)
+    for rank, done in enumerate(device_pool.run(second_step, case.world, path, case, rows)):
         budget = {phase: count * done.micro_batches for phase, count in PER_MICRO_BATCH.items()}
         budget |= PER_STEP
         budget[Phase.step] += case.parallel.get("virtual_stages", 1) - 1
         budget[Phase.optimizer] += "offload" in case.optim  # for the gradients of each bucket
+        if "experts" in name:
+            budget[Phase.forward] = SIZES[name].get("layers", 4) * done.micro_batches
+            budget[Phase.step] += OF_EXPERTS_STEP + (case.parallel.get("ep", 1) > 1)
         over = Counter(each.phase for each in done.found) - Counter(budget)
         wrong = [each for each in done.found if each.kind is not Kind.sync or each.phase in over]
         assert not wrong, f"rank {rank}: " + "\n".join(map(str, wrong))
@@ -221,7 +251,7 @@ def careless(path: str, case: Case) -> Watched:
         return right(self, ids_3BS)
 
     with mock.patch.object(InterleavedMRoPE, "forward", wrong):
-        return second_step(path, case)
+        return second_step(path, case, make_rows(MIXED))
 
 
 def test_a_wait_that_is_put_back_is_named(device_pool, tiny):

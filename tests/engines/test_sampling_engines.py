@@ -5,6 +5,7 @@ A process that speaks the same protocol replaces vLLM; test_vllm_sampler.py has 
 """
 
 import asyncio
+import ctypes
 import io
 import os
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from operator import methodcaller
 from pathlib import Path
@@ -25,25 +27,27 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatron_vlm.data.media.images import ImageSettings, image_patches
-from megatron_vlm.data.media.processor_settings import VideoSettings
-from megatron_vlm.data.media.video import VideoPlan, video_patches
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.prompts import Prompts, seen_by_trainer, seen_videos
 from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError
+from megatron_vlm.engines.server.cuda_memory import CudaMemory
 from megatron_vlm.engines.server.frames import WireError, head, read_frame
 from megatron_vlm.engines.vllm_sampler import VllmSampler
+from megatron_vlm.engines.weight_stream import SharedBuffer
 from megatron_vlm.errors import NOT_GIVEN, CheckpointError, ConfigError, DataError, MegatronVLMError
+from megatron_vlm.family.qwen.images import ImageSettings
+from megatron_vlm.family.qwen.videos import VideoSettings
+from megatron_vlm.family.video_plan import VideoPlan
 from megatron_vlm.hf.expert_layouts import ExpertStorage
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.chats import image, say, text
 from tests.support.error_fields import raises
-from tests.support.fake_engine import DEADLY, DEADLY_ONCE, HELD, number_of
+from tests.support.fake_engine import DEADLY, DEADLY_ONCE, HELD, contents, number_of
 from tests.support.moe import stored_as
 from tests.support.runs import Case, call, my_rows
 from tests.support.videos import make_video
@@ -98,6 +102,13 @@ def number(folder: str) -> float:
     for value in weights(folder).values():
         checksum = number_of(value.numpy().tobytes(), checksum)
     return float(checksum)
+
+
+def version_of(sample: Completion) -> int:
+    """Return the version of the weights that sampled all tokens of an answer."""
+    [(version, tokens)] = sample.versions
+    assert tokens == len(sample.ids)
+    return version
 
 
 def process_of(sample: Completion) -> int:
@@ -191,7 +202,7 @@ def test_each_seed_is_answered(settings):
 
     for n, (first, second) in enumerate(run(settings, steps)):
         assert (first.ids[0], second.ids[0]) == (10 * n, 10 * n + 1)
-        assert (first.version, first.ended) == (0, "stop")
+        assert (first.versions, first.ended) == (((0, 3),), "stop")
 
 
 def test_requests_go_to_the_engine_with_the_fewest_samples(settings, tmp_path):
@@ -216,9 +227,21 @@ def test_requests_go_to_the_engine_with_the_fewest_samples(settings, tmp_path):
     assert first != second == third == process_of(free)
 
 
-def test_tensors_reach_every_engine_in_pieces(settings, tiny, monkeypatch):
-    """No tensor fits the buffer, whose size divides few of them. The same holds in bf16."""
+GPUS = {"host": [], "the trainer's GPU": ["trainer"], "two GPUs": ["trainer", "other"]}
+
+
+@pytest.mark.parametrize("where", GPUS)
+def test_tensors_reach_every_engine_in_pieces(where, settings, tiny, tmp_path, monkeypatch):
+    """Many tensors exceed the buffer, whose size divides few of them. The same holds in bf16. If
+    all engines are on the trainer's GPU, the pieces are there as well: here they are in a file."""
     monkeypatch.setattr("megatron_vlm.engines.vllm_sampler.BUFFER_BYTES", 4093)
+    monkeypatch.setattr("megatron_vlm.engines.weight_stream.CudaMemory", partial(FileGpu, tmp_path))
+    if GPUS[where]:
+        memory_for = SharedBuffer.memory_for
+        gpu = torch.device("cuda", 0)
+        on_gpu = lambda buffer, _, gpus: memory_for(buffer, gpu, gpus)  # noqa: E731
+        monkeypatch.setattr(SharedBuffer, "memory_for", on_gpu)
+        settings = replace(settings, options={**settings.options, "gpus": GPUS[where]})
 
     async def steps(sampler: VllmSampler) -> list[Completion]:
         completions = []
@@ -229,11 +252,79 @@ def test_tensors_reach_every_engine_in_pieces(settings, tiny, monkeypatch):
         return completions
 
     completions = run(settings, steps, replicas=2)
+    assert (tmp_path / "memory").exists() == (where == "the trainer's GPU")
     assert len({process_of(each) for each in completions}) == 2
-    assert [each.version for each in completions] == [1, 1, 2, 2]
+    assert [version_of(each) for each in completions] == [1, 1, 2, 2]
     assert [each.log_probs[0] for each in completions] == [number(tiny(seed=1))] * 2 + [
         _bf16_number(tiny("bfloat16", seed=2))
     ] * 2
+
+
+class FileGpu:
+    """Memory of a GPU that is a file."""
+
+    def __init__(self, folder: Path, gpu: int) -> None:
+        self.file = folder / "memory"
+
+    def uuid(self) -> str:
+        return "trainer"
+
+    def allocate(self, size: int) -> tuple[Tensor, str]:
+        self.file.touch(exist_ok=False)
+        memory = torch.from_file(str(self.file), shared=True, size=size, dtype=torch.uint8)
+        return memory, bytes(self.file).hex()
+
+
+class HostDriver:
+    """CUDA's driver for memory of this process."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Any] = []
+
+    def cuMemAlloc_v2(self, address: Any, size: Any) -> int:
+        self.buffers.append((ctypes.c_ubyte * size.value)())
+        address._obj.value = ctypes.addressof(self.buffers[-1])
+        return 0
+
+    def cuIpcGetMemHandle(self, handle: Any, address: Any) -> int:
+        handle._obj.reserved[:] = address.value.to_bytes(64)
+        return 0
+
+    def cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, flags: Any) -> int:
+        address._obj.value = int.from_bytes(bytes(handle.reserved))
+        return 0 if flags.value == 1 else 3
+
+    def cuDeviceGetUuid(self, uuid: Any, device: Any) -> int:
+        uuid._obj[:] = bytes(range(16))
+        return device.value
+
+    def cuDeviceGet(self, device: Any, gpu: int) -> int:
+        device._obj.value = gpu
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        context._obj.value = 1 + device.value
+        return 0
+
+    def cuInit(self, flags: int) -> int:
+        return flags
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        return int(context.value == 0)
+
+
+def test_memory_of_a_gpu_is_opened_by_its_handle():
+    def bytes_at(address: int, size: int) -> Tensor:
+        return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
+
+    driver = HostDriver()
+    trainer, worker = (CudaMemory(0, driver, bytes_at) for _ in range(2))
+    memory, handle = trainer.allocate(100)
+    memory.copy_(torch.arange(100))
+    assert worker.open(handle, 100).tolist() == list(range(100))
+    assert trainer.uuid() == bytes(range(16)).hex()
+    with pytest.raises(OSError, match="cuDeviceGetUuid of CUDA's driver has failed with status 1"):
+        CudaMemory(1, driver, bytes_at).uuid()
 
 
 def _bf16_number(folder: str) -> float:
@@ -257,12 +348,82 @@ def test_an_update_waits_for_samples_under_way_and_later_ones_for_it(settings, t
         return await held, await later
 
     [[before], [after]] = run(settings, steps)
-    assert (before.version, before.ids[1], before.log_probs) == (0, 0, (0.0,))
-    assert (after.version, after.ids[1]) == (7, 7) and after.log_probs != (0.0,)
+    assert (version_of(before), before.ids[1], before.log_probs) == (0, 0, (0.0,))
+    assert (version_of(after), after.ids[1]) == (7, 7) and after.log_probs != (0.0,)
+
+
+def test_an_update_that_interrupts_waits_for_no_sample(settings, tiny, tmp_path, monkeypatch):
+    """Samples in progress go on with each new weights. A request that comes between the pieces of
+    an update waits for its end, and one that is cancelled then does not disturb it."""
+    monkeypatch.setattr("megatron_vlm.engines.vllm_sampler.BUFFER_BYTES", 4093)
+
+    async def steps(sampler: VllmSampler) -> tuple[list[Completion], list[Completion]]:
+        held = asyncio.create_task(sampler.sample(row(HELD), SHORT, [0]))
+        cancelled = asyncio.create_task(sampler.sample(row(HELD), SHORT, [1]))
+        while sampler.replicas[0].in_flight < 2:
+            await asyncio.sleep(0)
+        await sampler.update(Checkpoint(tiny(seed=1)), 7, interrupt=True)
+        later: list[asyncio.Task[list[Completion]]] = []
+        in_flight = []
+
+        def named() -> Iterator[tuple[str, Tensor]]:
+            for place, pair in enumerate(weights(tiny(seed=2)).items()):
+                if place == 3:
+                    later.append(asyncio.create_task(sampler.sample(row(1), SHORT, [2])))
+                    cancelled.cancel()
+                in_flight.append(sampler.replicas[0].in_flight)
+                yield pair
+
+        await sampler.update(named(), 8, interrupt=True)
+        assert cancelled.cancelled() and in_flight[0] == 2 and in_flight[-1] == 1
+        [after] = await later[0]
+        assert (version_of(after), after.log_probs) == (8, (number(tiny(seed=2)),))
+        (tmp_path / "release").touch()
+        return await held
+
+    [found] = run(settings, steps)
+    assert found.versions == ((0, 1), (7, 1), (8, 1)) and found.ids[0] == 0
+    assert found.log_probs == (0.0, checkpoint_number(tiny(seed=1)), number(tiny(seed=2)))
+
+
+def test_a_sample_whose_engine_dies_in_an_interruption_begins_again(
+    settings, tiny, tmp_path, monkeypatch
+):
+    """It has the newest weights from its first token on. The other engine's goes on."""
+    monkeypatch.setattr("megatron_vlm.engines.vllm_sampler.BUFFER_BYTES", 4093)
+
+    async def steps(sampler: VllmSampler) -> list[Completion]:
+        held = [asyncio.create_task(sampler.sample(row(HELD), SHORT, [seed])) for seed in range(2)]
+        while min(each.in_flight for each in sampler.replicas) == 0:
+            await asyncio.sleep(0)
+        first = sampler.replicas[0].engine
+        assert first is not None
+
+        await sampler.update(_killing(tiny, first.process.pid), 1, interrupt=True)
+        (tmp_path / "release").touch()
+        return [each for [each] in await asyncio.gather(*held)]
+
+    again, continued = run(settings, steps, replicas=2)
+    assert (again.versions, continued.versions) == (((1, 3),), ((0, 1), (1, 2)))
+    assert [each.ids[0] for each in (again, continued)] == [0, 1]
+    assert again.log_probs == continued.log_probs[1:] == (number(tiny(seed=1)),)
+
+
+def checkpoint_number(folder: str) -> float:
+    """Return the number of a stand-in that has loaded this folder."""
+    return float(number_of(contents(folder)))
 
 
 def _tensors(tiny) -> Any:
     return weights(tiny(seed=1)).items()
+
+
+def _killing(tiny: Any, engine: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, and kill the engine's process after the first three."""
+    for place, pair in enumerate(_tensors(tiny)):
+        if place == 3:
+            os.kill(engine, signal.SIGKILL)
+        yield pair
 
 
 UPDATES: dict[str, Callable[[Any], list[Any]]] = {
@@ -297,7 +458,7 @@ def test_a_killed_engine_starts_again_with_the_newest_weights(name, settings, ti
                 assert process_of(item) != process_of(before)
                 if name != "adapter on tensors":  # the stand-in also counted the former adapter
                     assert item.log_probs == before.log_probs
-                assert item.version == before.version == len(UPDATES[name](tiny))
+                assert version_of(item) == version_of(before) == len(UPDATES[name](tiny))
 
     run(settings, steps)
 
@@ -325,7 +486,7 @@ def test_another_engine_takes_over_at_once(settings):
     run(settings, steps, replicas=2)
 
 
-def test_a_prompt_that_kills_engines_is_given_up_and_no_other(settings):
+def test_a_prompt_that_kills_engines_is_given_up_and_no_other(settings, caplog):
     async def steps(sampler: VllmSampler) -> None:
         [completion] = await sampler.sample(row(DEADLY_ONCE), SHORT, [4])
         assert completion.ids[0] == 4
@@ -334,6 +495,7 @@ def test_a_prompt_that_kills_engines_is_given_up_and_no_other(settings):
             with raises(SamplerError, place=place, problem_has="the 3 times") as caught:
                 await sampler.sample(row(DEADLY), SHORT, [0])
             assert "too much" in caught.value.problem
+            assert "started again. Its last words:\nthe prompt was too much" in caplog.text
             [completion] = await sampler.sample(row(1), SHORT, [1])
             assert completion.ids[0] == 1
 
@@ -410,7 +572,7 @@ def test_an_update_that_fails_leaves_the_former_weights(settings, tiny):
         return completion
 
     completion = run(settings, steps)
-    assert (completion.version, completion.log_probs[0]) == (1, number(tiny(seed=1)))
+    assert (version_of(completion), completion.log_probs[0]) == (1, number(tiny(seed=1)))
 
 
 def test_an_engine_that_refuses_a_tensor_says_so(settings, tiny):
@@ -423,7 +585,7 @@ def test_an_engine_that_refuses_a_tensor_says_so(settings, tiny):
         [completion] = await sampler.sample(row(1), SHORT, [0])
         return completion
 
-    assert run(replace(settings, options=options), steps).version == 0
+    assert version_of(run(replace(settings, options=options), steps)) == 0
 
 
 def test_an_engine_that_dies_during_an_update_is_left_behind(settings, tiny):
@@ -431,13 +593,7 @@ def test_an_engine_that_dies_during_an_update_is_left_behind(settings, tiny):
         first = sampler.replicas[0].engine
         assert first is not None
 
-        def named() -> Iterator[tuple[str, Tensor]]:
-            for place, pair in enumerate(_tensors(tiny)):
-                if place == 3:
-                    os.kill(first.process.pid, signal.SIGKILL)
-                yield pair
-
-        await sampler.update(named(), 1)
+        await sampler.update(_killing(tiny, first.process.pid), 1)
         completions = await sampler.sample(row(1), SHORT, [0])
         while sampler.replicas[0].engine is None:
             await asyncio.sleep(0.01)
@@ -446,7 +602,7 @@ def test_an_engine_that_dies_during_an_update_is_left_behind(settings, tiny):
     survivor, restarted = run(settings, steps, replicas=2)
     assert process_of(survivor) != process_of(restarted)
     for completion in (survivor, restarted):
-        assert (completion.version, completion.log_probs[0]) == (1, number(tiny(seed=1)))
+        assert (version_of(completion), completion.log_probs[0]) == (1, number(tiny(seed=1)))
 
 
 def test_a_request_that_is_cancelled_is_forgotten(settings, tiny):
@@ -592,7 +748,10 @@ def test_videos_are_those_of_the_trainers_patches(tiny, tmp_path):
     engine = EngineSettings("python", tiny(), videos=2)
     prompts = Prompts(engine)
     fields = (request := prompts.request(made, SHORT, [0])).fields
-    assert [each["tenths"] for each in fields["videos"]] == [[1, 7], [3, 19]]
+    assert [each["facts"]["frames_indices"] for each in fields["videos"]] == [
+        [1, 1, 7, 7],
+        [3, 3, 19, 19],
+    ]
     assert fields["expected"] == made.ids_S.tolist()
     words = AutoTokenizer.from_pretrained(tiny()).decode(fields["prompt"])
     mark = "<|vision_start|><|{}_pad|><|vision_end|>"
@@ -602,9 +761,7 @@ def test_videos_are_those_of_the_trainers_patches(tiny, tmp_path):
     assert [tuple(each["shape"]) for each in fields["videos"]] == [v.shape[:3] for v in videos]
     assert made.video_grid_I3 is not None
     again = [
-        video_patches(
-            frames, VideoPlan(tuple(range(len(frames))), (), grid, *frames.shape[1:3]), settings
-        )
+        settings.patches(frames, VideoPlan(tuple(range(len(frames))), (), grid, *frames.shape[1:3]))
         for frames, grid in zip(videos, map(tuple, made.video_grid_I3.tolist()), strict=True)
     ]
     assert made.pixel_values_videos_PC is not None
@@ -632,7 +789,7 @@ def test_pictures_are_those_of_the_trainers_patches(tiny):
     sizes, pictures = request.fields["pictures"], seen_by_trainer(made, settings)
     assert [each.shape for each in pictures] == [(*size, 3) for size in sizes]
     assert [each.tobytes() for each in pictures] == request.pixels
-    again = [image_patches(picture_of(each), settings) for each in pictures]
+    again = [settings.patches(picture_of(each)) for each in pictures]
     assert made.pixel_values_PC is not None
     assert torch.equal(torch.cat([torch.from_numpy(each) for each in again]), made.pixel_values_PC)
     image_id = Prompts(EngineSettings("python", tiny())).tokens.image_id

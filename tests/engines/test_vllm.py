@@ -17,12 +17,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_vlm.data.media.images import ImageSettings, expand_patches, normalisation_table
 from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
 from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.family.qwen.images import ImageSettings
 from tests.model.test_parity import layout
 from tests.run.test_train import go_pooled
-from tests.support.batches import PATCH_VALUES, token_ids
+from tests.support.batches import token_ids
 from tests.support.chats import picture, say, text
 from tests.support.engine import Engine, as_prompt, write_seen
 from tests.support.reference import load_reference, row_logits
@@ -145,8 +145,8 @@ def as_floats(row: Row, settings: ImageSettings) -> Row:
     """With pixel values as Hugging Face's model takes them."""
     if row.pixel_values_PC is None:
         return row
-    table = normalisation_table(settings.mean, settings.std, settings.rescale_factor)
-    return replace(row, pixel_values_PC=expand_patches(row.pixel_values_PC, table, PATCH_VALUES))
+    pixels = settings.pixel_values(row.pixel_values_PC, settings.table())
+    return replace(row, pixel_values_PC=pixels)
 
 
 def worst(ours: list[Tensor], theirs: list[list[float]], rows: list[Row]) -> float:

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -34,11 +34,13 @@ from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError
 from megatron_vlm.engines.vllm_sampler import VllmSampler
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.model import router
 from megatron_vlm.run.scoring import score_folder
 from megatron_vlm.training.row_scores import RowScores, top_targets
 from megatron_vlm.training.worker import MegatronWorker
 from tests.commands.test_score import CHUNK, records_of, score, words_of
+from tests.engines.test_sampling_engines import version_of
 from tests.model.test_parity import layout
 from tests.support.batches import token_ids
 from tests.support.chats import picture, say, text
@@ -63,6 +65,7 @@ MEANS = ("log_prob", "perplexity")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # the models are tiny, and others use the machine
 GREEDY = SamplingSettings(NEW_TOKENS, temperature=0.0)
 DRAWN = SamplingSettings(NEW_TOKENS)
+SMALL = 1 << 13  # bytes of a buffer that many tensors exceed
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +169,36 @@ def ours(pool: Any, folder: str, rows: list[Row]) -> list[Tensor]:
     """Our own log-probs."""
     found: list[Tensor] = pool.run(call, 1, folder, layout(), methodcaller("forward", rows))[0]
     return found
+
+
+def test_tokens_are_told_while_they_are_drawn(loop, sampler, prompts):
+    """They are those of the answers in the end, which are the same as untold. One who has gone
+    leaves the engine."""
+
+    async def play() -> None:
+        heard: list[Any] = []
+        long, seeds, told = SamplingSettings(300), [5, 6], [[], []]
+        answers = await sampler.sample(prompts[1], long, seeds, hear=heard.append)
+        assert answers == await sampler.sample(prompts[1], long, seeds)
+        for pieces in heard:
+            for one, (start, ids) in zip(told, pieces, strict=True):
+                assert start == len(one)
+                one += ids
+        assert len(heard) > 1 and min(map(len, told)) > 1
+        for one, completion in zip(told, answers, strict=True):
+            assert tuple(one) == completion.ids[: len(one)]
+        [replica] = sampler.replicas
+        first = asyncio.Event()
+        gone = asyncio.create_task(
+            sampler.sample(prompts[0], SamplingSettings(400), [1, 2], hear=lambda _: first.set())
+        )
+        await first.wait()
+        assert await replica.engine.ask("_has_work")
+        gone.cancel()
+        await asyncio.wait([gone])
+        assert not await replica.engine.ask("_has_work")
+
+    loop.run(play())
 
 
 @pytest.mark.parametrize("case", [layout(), layout(tp=2, pp=2)], ids=["1x1x1", "tp2-pp2"])
@@ -275,7 +308,7 @@ def test_what_is_asked_for_is_drawn(loop, sampler, base, prompts):
     async def steps() -> None:
         prompt = prompts[1]
         [free, again] = await sampler.sample(prompt, SamplingSettings(16), [3, 3])
-        assert free == again and (free.ended, free.version) == ("length", 0)
+        assert free == again and (free.ended, version_of(free)) == ("length", 0)
         others = await sampler.sample(prompt, SamplingSettings(16), range(20, 40))
         assert len({each.ids for each in others}) == 20
         # The token that ends an answer is its last, and has a log-prob.
@@ -365,7 +398,7 @@ def test_a_request_joins_those_that_are_under_way(loop, sampler, base, prompts):
         last.cancel()
         await sampler.update(Checkpoint(base), 1)
         [found] = await sampler.sample(prompts[5], DRAWN, [0])
-        assert found.version == 1
+        assert version_of(found) == 1
 
     loop.run(steps())
 
@@ -386,8 +419,46 @@ def test_an_update_in_the_middle_of_generation(loop, pool, sampler, base, other,
 
     old, new = loop.run(steps())
     for found, version, folder in ((old, 0, base), (new, 1, other)):
-        assert {each.version for samples in found for each in samples} == {version}
+        assert {version_of(each) for samples in found for each in samples} == {version}
         assert worst(ours(pool, folder, answered(prompts[:6], found)), found) < TOLERANCE
+
+
+def test_an_update_interrupts_answers(loop, pool, sampler, base, other, prompts, record_property):
+    """Each of their later tokens has the log-prob of the new weights, which have read the prompt's
+    pictures and all earlier tokens again. Measured: 1.9e-6."""
+
+    async def steps() -> list[list[Completion]]:
+        asked = asyncio.create_task(ask_all(sampler, prompts[:6], SamplingSettings(100)))
+        await begun(sampler, prompts[0], 6)
+        await sampler.update(Checkpoint(other), 1, interrupt=True)
+        await begun(sampler, prompts[0], 6)
+        assert not asked.done()
+        await sampler.update(load_tensors(base), 2, interrupt=True)
+        return await asked
+
+    found = loop.run(steps())
+    record_property("versions", [each.versions for each in flat(found)])
+    for each in flat(found):
+        versions, counts = zip(*each.versions, strict=True)
+        assert versions == (0, 1, 2) and sum(counts) == 100
+    worst = worst_of_versions(pool, (base, other, base), prompts[:6], found)
+    record_property("worst", worst)
+    assert worst < TOLERANCE
+
+
+def worst_of_versions(
+    pool: Any, folders: Sequence[str], prompts: list[Row], found: list[list[Completion]]
+) -> float:
+    """Return the largest difference of a token's log-prob from that of the weights in the folder of
+    its version."""
+    scores = [ours(pool, folder, answered(prompts, found)) for folder in folders]
+    largest = 0.0
+    for place, each in enumerate(flat(found)):
+        versions = [version for version, count in each.versions for _ in range(count)]
+        for token, version in enumerate(versions):
+            expected = float(scores[version][place][token - len(each.ids)])
+            largest = max(largest, abs(expected - each.log_probs[token]))
+    return largest
 
 
 def test_a_killed_engine_loses_nothing(loop, sampler, other, prompts):
@@ -415,7 +486,7 @@ def load_tensors(folder: str) -> Iterator[tuple[str, Tensor]]:
 
 def assert_same(found: list[list[Completion]], expected: list[list[Completion]]) -> None:
     for one, two in zip(flat(found), flat(expected), strict=True):
-        assert (one.ids, one.ended, one.version) == (two.ids, two.ended, two.version)
+        assert (one.ids, one.ended, one.versions) == (two.ids, two.ended, two.versions)
         assert (
             max(abs(a - b) for a, b in zip(one.log_probs, two.log_probs, strict=True)) < TOLERANCE
         )
@@ -429,7 +500,8 @@ def _learn_and_stream(
     found: list[Any] = [None, None, None]
 
     async def lead() -> None:
-        sampler = await VllmSampler.start(settings, [ONE_THREAD])
+        with mock.patch("megatron_vlm.engines.vllm_sampler.BUFFER_BYTES", SMALL):
+            sampler = await VllmSampler.start(settings, [ONE_THREAD])
         found[0] = await ask_all(sampler, prompts, DRAWN)
         dist.barrier()
         learn()
@@ -462,18 +534,26 @@ def _learn_and_stream(
     return found, scores
 
 
-def test_weights_are_streamed_from_every_rank(pool, base, prompts, tmp_path):
+WORKERS = {"skip_mm_profiling": True, "tensor_parallel_size": 2}  # options of an engine with two
+
+
+@pytest.mark.parametrize("options", [{}, WORKERS], ids=["one worker", "two workers"])
+def test_weights_are_streamed_from_every_rank(
+    options, pool, base, prompts, tmp_path, record_property
+):
     """After a step at TP2 x PP2 the engine's log-probs are the new model's, and those of a load of
     its export to the last digit. Measured: 2e-6."""
     case, some = layout(tp=2, pp=2), prompts[:16]
     rows = [continue_row(each, [7, 8, 9]) for each in prompts[16:24]]
-    args = rows, some, engine(base), str(tmp_path / "out")
+    args = rows, some, engine(base, options=options), str(tmp_path / "out")
     found, scores = pool.run(call, 4, base, case, _Stream(*args))[0]
     before, after, loaded = found
-    assert [each.version for [each] in before + after + loaded] == [0] * 16 + [1] * 16 + [2] * 16
+    assert [version_of(each) for [each] in before + after + loaded] == [0] * 16 + [1] * 16 + [
+        2
+    ] * 16
     for samples, mine in ((before, scores[0]), (after, scores[1])):
         difference = worst(mine, samples)
-        print(f"{difference:.2e}")
+        record_property("apart", difference)
         assert difference < TOLERANCE
     assert worst(ours(pool, base, answered(some, after)), after) > 0.1  # they have learnt
     assert [(a.ids, a.log_probs) for [a] in after] == [(b.ids, b.log_probs) for [b] in loaded]
@@ -487,6 +567,68 @@ class _Stream:
 
     def __call__(self, worker: MegatronWorker) -> Any:
         return _learn_and_stream(worker, *self.args)
+
+
+def test_two_workers_get_experts(tiny):
+    """Their greedy answer is that of one worker that was started with these weights. vLLM takes
+    gated delta nets in bf16 alone. Measured: log-probs differ by 0.016."""
+    sizes = dict(family="qwen3_5", head_dim=32, linear_key_dim=64, linear_value_dim=64, experts=4)
+    first, new = (tiny("bfloat16", from_scratch=True, seed=seed, **sizes) for seed in (0, 1))
+    ids_S = torch.arange(2, 40)
+
+    async def drawn(folder: str, **more: Any) -> Completion:
+        settings = replace(engine(folder, **more), dtype="bfloat16")
+        sampler = await VllmSampler.start(settings, [ONE_THREAD])
+        if more:
+            await sampler.update(load_tensors(new), 1)
+        [found] = await sampler.sample(Row(ids_S, ids_S), GREEDY, [0])
+        await sampler.close()
+        return found
+
+    one, two = asyncio.run(drawn(new)), asyncio.run(drawn(first, options=WORKERS))
+    assert one.ids == two.ids
+    assert two.log_probs == pytest.approx(one.log_probs, abs=0.1)
+
+
+def test_a_worker_that_is_killed_in_an_update_is_named(pool, base, other, prompts, caplog):
+    """Its engine is started again, with the weights of that update. An update without all tensors
+    leaves them."""
+    named = list(load_tensors(other))
+
+    async def steps(worker: int) -> list[list[list[Completion]]]:
+        with mock.patch("megatron_vlm.engines.vllm_sampler.BUFFER_BYTES", SMALL):
+            sampler = await VllmSampler.start(engine(base, options=WORKERS), [ONE_THREAD])
+        former = sampler.replicas[0].engine
+        assert former is not None
+        victim = workers_of(former.process.pid)[worker]
+
+        def until_killed() -> Iterator[tuple[str, Tensor]]:
+            for place, pair in enumerate(named):
+                if place == len(named) // 2:
+                    os.kill(victim, signal.SIGKILL)
+                yield pair
+
+        await sampler.update(until_killed(), 1)
+        found = [await ask_all(sampler, prompts[:8], DRAWN)]
+        assert sampler.replicas[0].engine is not former
+        assert f"VllmWorker-1 (process {victim}) has ended" in caplog.text
+        with raises(CheckpointError, place="the weights", key=named[-1][0]):
+            await sampler.update(named[:-1], 2)
+        found.append(await ask_all(sampler, prompts[:8], DRAWN))
+        await sampler.close()
+        return found
+
+    for samples in asyncio.run(steps(1)):
+        assert {version for [each] in samples for version, _ in each.versions} == {1}
+        assert worst(ours(pool, other, answered(prompts[:8], samples)), samples) < TOLERANCE
+
+
+def workers_of(engine: int) -> list[int]:
+    """Return the processes in which vLLM's workers run, in the order of their ranks. They say what
+    they are."""
+    children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+    lines = {int(each): Path(f"/proc/{each}/cmdline").read_text() for each in children}
+    return sorted((each for each in lines if "Worker" in lines[each]), key=lambda each: lines[each])
 
 
 def test_adapters_are_drawn_with(loop, pool, base, prompts, tmp_path):
@@ -503,7 +645,7 @@ def test_adapters_are_drawn_with(loop, pool, base, prompts, tmp_path):
         merged = tmp_path / f"merged-{seed}"
         model.merge_and_unload().save_pretrained(merged)
 
-    async def steps() -> list[list[list[Completion]]]:
+    async def steps() -> tuple[list[list[list[Completion]]], list[list[Completion]]]:
         sampler = await VllmSampler.start(engine(base, lora_rank=8), [ONE_THREAD])
         found = [await ask_all(sampler, prompts[:8], DRAWN)]
         for version, folder in enumerate(folders, start=1):
@@ -515,13 +657,21 @@ def test_adapters_are_drawn_with(loop, pool, base, prompts, tmp_path):
         for adapter in (named, None):
             asked = [sampler.sample(each, DRAWN, [1], adapter) for each in prompts[:8]]
             found.append(await asyncio.gather(*asked))
+        await sampler.update(named, 0)
+        long = asyncio.create_task(ask_all(sampler, prompts[:4], SamplingSettings(100)))
+        await begun(sampler, prompts[0], 4)
+        await sampler.update(Adapter(str(folders[1])), 1, interrupt=True)
+        interrupted = await long
         await sampler.close()
-        return found
+        return found, interrupted
 
-    found = asyncio.run(steps())
+    found, interrupted = asyncio.run(steps())
+    assert all([version for version, _ in each.versions] == [0, 1] for each in flat(interrupted))
+    merged = [whole(base, tmp_path / f"merged-{seed}", tmp_path / f"w-{seed}") for seed in (3, 4)]
+    assert worst_of_versions(pool, merged, prompts[:4], interrupted) < TOLERANCE
     names = ("", "merged-3", "merged-4", "", "merged-3", "")
     for version, (name, samples) in enumerate(zip(names, found, strict=True)):
-        assert {each.version for [each] in samples} == {min(version, 3)}
+        assert {version_of(each) for [each] in samples} == {min(version, 3)}
         folder = whole(base, tmp_path / name, tmp_path / f"whole-{version}") if name else base
         assert worst(ours(pool, folder, answered(prompts[:8], samples)), samples) < TOLERANCE
 
@@ -551,3 +701,73 @@ def test_a_folder_that_cannot_be_loaded_leaves_the_former_weights(loop, sampler,
 def test_a_longer_prompt_than_the_engine_takes_is_refused(loop, sampler, prompts):
     with raises(ConfigError, key="max_len", problem_has="max_tokens=512"):
         loop.run(sampler.sample(prompts[0], replace(DRAWN, max_tokens=512), [0]))
+
+
+def replays(
+    worker: MegatronWorker, free: list[Row], bound: list[Row]
+) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+    """Return the log-probs of rows without and with the engine's experts; and of all tokens in the
+    second pass the experts that the routers would choose [T, L, K], and how far the logit of the
+    last of these is above the next one [T, L]."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    choose = router.choose_experts
+
+    def noted(probs_NE: Tensor, top_k: int) -> Tensor:
+        last_N, next_N = probs_NE.topk(top_k + 1, dim=-1).values[:, -2:].log().unbind(-1)
+        seen.append((choose(probs_NE, top_k), last_N - next_N))
+        return seen[-1][0]
+
+    without = worker.forward(free)
+    with mock.patch.object(router, "choose_experts", noted):
+        scored = worker.forward(bound)
+    layers = len(worker.source.sizes.text.expert_layers)
+    by_layer = [zip(*seen[layer::layers], strict=True) for layer in range(layers)]
+    chosen, margins = zip(*(map(torch.cat, pairs) for pairs in by_layer), strict=True)
+    return without, scored, torch.stack(chosen, dim=1), torch.stack(margins, dim=1)
+
+
+def test_the_experts_of_an_engine_bring_its_log_probs(loop, pool, tiny, prompts, record_property):
+    """In bf16, rounding moves tokens to other experts. Where it cannot, the engine has chosen those
+    of our routers. Measured: 0.142 in the mean and 1.1 at most without them, 0.026 and 0.14
+    with them."""
+    sizes = dict(family="qwen3_5", head_dim=32, linear_key_dim=64, linear_value_dim=64)
+    path = tiny("bfloat16", experts=32, layers=8, from_scratch=True, **sizes)
+    settings = replace(engine(path), dtype="bfloat16", routing_layers=tuple(range(8)))
+    sampler, some = loop.run(VllmSampler.start(settings, [ONE_THREAD])), prompts[:12]
+    try:
+        found = loop.run(ask_all(sampler, some, SamplingSettings(24), count=2))
+        tables = [each.routing_SLK for each in flat(found)]
+        free = answered(some, found)
+        bound = [replace(row, routing_SLK=each) for row, each in zip(free, tables, strict=True)]
+        [second] = loop.run(sampler.sample(bound[0], SamplingSettings(3), [0]))
+    finally:
+        loop.run(sampler.close())
+    # A second answer reads the end of the first one, and the experts before that are known.
+    start = len(bound[0].ids_S) - 1
+    unknown_S = (second.routing_SLK == -1).all(-1).all(-1)
+    assert unknown_S.nonzero()[:, 0].tolist() == [*range(start), start + 3]
+    case = replace(layout(), train=dict(precision="bf16", micro_batch_size=1))
+    work = partial(replays, free=free, bound=bound)
+    without, scored, chosen_TLK, margins_TL = pool.run(call, 1, path, case, work)[0]
+    given_TLK = torch.cat(tables)
+    is_read_T = given_TLK[:, 0, 0] >= 0
+    unlike_TL = (chosen_TLK.sort().values != given_TLK.sort().values).any(-1)
+    unlike_TL, margins_TL = unlike_TL[is_read_T], margins_TL[is_read_T]
+    apart = {
+        name: torch.cat(
+            [
+                (mine_S[-24:] - torch.tensor(each.log_probs)).abs()
+                for mine_S, each in zip(ours, flat(found), strict=True)
+            ]
+        )
+        for name, ours in (("without", without), ("with", scored))
+    }
+    figures = {name: (float(gap.mean()), float(gap.max())) for name, gap in apart.items()}
+    record_property("apart", figures)
+    record_property("clear", float((margins_TL > 0.3).float().mean()))
+    record_property("unlike", (float(unlike_TL.float().mean()), float(margins_TL[unlike_TL].max())))
+    assert figures["with"][0] < figures["without"][0] / 3 and figures["with"][1] < 0.2
+    # A router's logits here are 0.117 apart at most where it would choose otherwise.
+    is_clear_TL = margins_TL > 0.3
+    assert not unlike_TL[is_clear_TL].any() and is_clear_TL.float().mean() > 0.1
+    assert 0 < unlike_TL.float().mean() < 0.15

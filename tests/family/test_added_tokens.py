@@ -33,9 +33,9 @@ from tests.support.error_fields import raises
 from tests.support.reference import Reference, load_reference, row_log_probs, run_reference
 from tests.support.runs import Case, loss_and_grads
 
-# The tiny tokenizer has 475 tokens, and its checkpoints have 512 rows: 37 are spare, and 40 new
-# tokens make 515.
-KNOWN, ROWS = 475, 512
+# The tiny tokenizer has 481 tokens, and its checkpoints have 512 rows: 31 are spare, and 40 new
+# tokens make 521.
+KNOWN, ROWS = 481, 512
 SPARE = tuple(f"<spare {i}>" for i in range(30))
 MORE = tuple(f"<more {i}>" for i in range(40))
 
@@ -204,8 +204,8 @@ def test_the_export_has_the_tokens_in_transformers(points, pool):
         "x<more 0> <more 39>y"
     )
     settings = json.loads((export / "tokenizer_config.json").read_text())
-    assert settings["added_tokens_decoder"]["514"]["content"] == "<more 39>"
-    assert json.loads((export / "added_tokens.json").read_text())["<more 39>"] == 514
+    assert settings["added_tokens_decoder"][str(KNOWN + 39)]["content"] == "<more 39>"
+    assert json.loads((export / "added_tokens.json").read_text())["<more 39>"] == KNOWN + 39
     # The export is a checkpoint like any other: its log-probs are the same here and in
     # transformers.
     assert read_sizes(export).text.vocab == KNOWN + len(MORE)
@@ -262,11 +262,11 @@ def test_limits_and_damaged_files(tiny, tmp_path):
     assert "10000" in caught.value.problem
     folder = shutil.copytree(tiny(), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["vocab_size"] = 474
+    config["text_config"]["vocab_size"] = 480
     (folder / "config.json").write_text(json.dumps(config))
-    with raises(ConfigError, key="data.add_tokens", problem_has="475") as caught:
+    with raises(ConfigError, key="data.add_tokens", problem_has="481") as caught:
         HFCheckpoint(folder, ["<p>"])
-    assert "vocab_size" in caught.value.problem and "474" in caught.value.problem
+    assert "vocab_size" in caught.value.problem and "480" in caught.value.problem
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer.json: cannot be read"):
         find_new_tokens(folder, ["<p>"])

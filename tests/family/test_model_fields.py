@@ -18,13 +18,24 @@ from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import families, read_sizes
-from megatron_vlm.family.config_json import read_counts
+from megatron_vlm.family.config_json import Counts, read_counts
+from megatron_vlm.family.decoder_layers import FullAttention
 from megatron_vlm.model.constraints import check_layout
 from megatron_vlm.training.worker import MegatronWorker
+from tests.model.test_gemma4 import without_constants
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.comparison import check_worst, relative_errors
-from tests.support.field_tables import RELEASED, RELEASED_5, ROPE, TABLES, released, released_5
+from tests.support.field_tables import (
+    RELEASED,
+    RELEASED_5,
+    RELEASED_GEMMA4,
+    ROPE,
+    TABLES,
+    released,
+    released_5,
+    released_gemma4,
+)
 from tests.support.reference import run_reference
 from tests.support.runs import Case, loss_and_grads
 
@@ -47,10 +58,12 @@ def test_every_family_has_its_tables():
 def test_every_field_of_transformers_is_in_these_tables(family):
     """A field that transformers adds fails here: decide what it does, and add it."""
     of = TABLES[family]
-    parts = {"": of.config} | {f"{k}.": v for k, v in of.config.sub_configs.items()}
+    parts = {"": of.config, **of.config.sub_configs}
+    parts.pop("audio_config", None)  # refused as a whole
+    parts = {f"{name}." if name else "": cls for name, cls in parts.items()}
     declared = {f"{part}{item.name}" for part, cls in parts.items() for item in fields(cls)}
-    tables = {*of.carried, *of.idle, *of.refused, *of.elsewhere}
-    tables |= {name.rpartition(".")[0] for name in tables if name.count(".") == 2}
+    tables = {*of.carried, *of.idle, *of.refused, *of.elsewhere}.union(*of.more.values())
+    tables |= {".".join(name.split(".")[:2]) for name in tables if name.count(".") >= 2}
     assert declared - tables == {"text_config", "vision_config"}
     assert set(ROPE) == set(ROPE_INIT_FUNCTIONS)
     rope = {name.rpartition(".")[2] for name in tables if ".rope_parameters." in name}
@@ -119,6 +132,7 @@ def test_other_kinds_of_rope_are_refused(family, kind, older, tiny, tmp_path):
         ("Qwen3-VL-8B-Instruct-FP8", "Qwen/Qwen3-VL-8B-Instruct:"),
         ("models--cpatonn--Qwen3-VL-30B-A3B-Thinking-AWQ-4bit", "Qwen/Qwen3-VL-30B-A3B-Thinking:"),
         ("Qwen3.5-35B-A3B-GPTQ-Int4", "Qwen/Qwen3.5-35B-A3B:"),
+        ("gemma-4-31B-it-FP8-Dynamic", "google/gemma-4-31B-it:"),
         ("mine", "from which these were made"),
     ],
 )
@@ -136,7 +150,7 @@ def test_no_family_has_norms_that_the_heads_would_not_get(tiny):
     """The chains for queries and keys are chosen by the gate alone."""
     for family in ("qwen3_vl", "qwen3_5"):
         text = read_sizes(tiny(**TABLES[family].tiny)).text
-        with pytest.raises(AssertionError, match="norms are centered where attention is gated"):
+        with pytest.raises(AssertionError, match="norms are centered where it is gated"):
             replace(text, centered_norms=not text.centered_norms)
 
 
@@ -156,7 +170,10 @@ def make_row(config: Any, seed: int) -> Row:
     """Return text around one image of 4 x 2 merged patches, in the shapes of this config."""
     generator = torch.Generator().manual_seed(seed)
     vision = config.vision_config
-    merge, values = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size
+    if config.model_type == "gemma4":
+        merge, values = vision.pooling_kernel_size, 3
+    else:
+        merge, values = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size
     text = torch.randint(0, 250, (20,), generator=generator)
     image = torch.full((8,), config.image_token_id)
     ids_S = torch.cat([text[:5], image, text[5:]])
@@ -171,11 +188,16 @@ def write_weights(folder: Path) -> None:
     Larger ones, and larger decays, would take digits from transformers' own gradients."""
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+    # Scores of Gemma 4 have no scale beside these norms.
+    norms = ("q_norm.weight", "k_norm.weight") if model.config.model_type == "gemma4" else ()
     with torch.no_grad():
         for name, param in model.named_parameters():
             vector = -3 if name.endswith("A_log") else param
+            vector = 0.5 * param if name.endswith(norms) else vector
             param.copy_((vector if param.dim() == 1 else 0) + 0.1 * torch.randn_like(param))
     tensors = dict(model.named_parameters())  # without a tied head
+    stored = model.state_dict()
+    tensors |= {name: value for name, value in model.named_buffers() if name in stored}
     save_file(
         {name: value.detach() for name, value in tensors.items()}, folder / "model.safetensors"
     )
@@ -189,6 +211,7 @@ def compare(folder: str) -> tuple[float, dict[str, float]]:
     expected, actual = run_reference(folder, rows), loss_and_grads(folder, Case(), rows)
     pairs = zip(actual.log_probs, expected.log_probs, strict=True)
     error = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    (actual,) = without_constants([actual])
     assert actual.grads.keys() == expected.grads.keys()
     return error, relative_errors(actual.grads, expected.grads)
 
@@ -206,9 +229,7 @@ def test_carried_out_as_by_transformers(family, part, pool, tiny, tmp_path):
         changes = of.idle
     elif part == "top":
         changes = {name: value for name, value in of.carried.items() if "." not in name}
-        changes["text_config.tie_word_embeddings"] = changes["tie_word_embeddings"]
-    elif part == "text_config":
-        changes["vision_config.out_hidden_size"] = changes["text_config.hidden_size"]
+    changes |= {name: changes[first] for name, first in of.copies.items() if first in changes}
     folder = changed(tiny(**of.tiny), tmp_path / "x", changes)
     ((error, of_grads),) = pool.run(compare, 1, str(folder))
     assert error <= TOLERANCE, error
@@ -237,12 +258,35 @@ def test_released_models_are_accepted(name, tmp_path):
     """Released files are accepted as published, and as transformers writes them again."""
     (tmp_path / "config.json").write_text(json.dumps(released(name)))
     sizes = read_sizes(tmp_path)
-    assert (sizes.text.num_layers, sizes.text.hidden, sizes.text.rope_theta) == (
-        *RELEASED[name][:2],
-        5e6,
-    )
+    (attention,) = sizes.text.attentions
+    assert isinstance(attention, FullAttention) and attention.rotary.theta == 5e6
+    assert (sizes.text.num_layers, sizes.text.hidden) == RELEASED[name][:2]
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
     assert read_sizes(tmp_path / "again").tensors == sizes.tensors
+
+
+@pytest.mark.parametrize("name", RELEASED_GEMMA4)
+def test_released_models_of_gemma4_are_accepted(name, tmp_path):
+    """Both forms of their heads mean the same: that of released files and that of transformers."""
+    (tmp_path / "config.json").write_text(json.dumps(released_gemma4(name)))
+    counts, sizes = read_counts(str(tmp_path)), read_sizes(tmp_path)
+    layers, hidden, *_, largest = RELEASED_GEMMA4[name]
+    assert (sizes.text.num_layers, sizes.text.hidden) == (layers, hidden)
+    billions = float(name.split("B")[0])
+    assert sizes.num_values / 1e9 == pytest.approx(billions, rel=0.01)
+    assert counts is not None
+    assert allowed_tp(counts) == [tp for tp in (1, 2, 4) if tp <= largest]
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    assert read_sizes(tmp_path / "again").tensors == sizes.tensors
+
+
+def allowed_tp(counts: Counts) -> list[int]:
+    allowed = []
+    for tp in range(1, 9):
+        with contextlib.suppress(ConfigError):
+            check_layout(counts, ParallelDims(tp, 1, 1, 1, (counts.layers,)))
+            allowed.append(tp)
+    return allowed
 
 
 @pytest.mark.parametrize("name", RELEASED_5)
@@ -257,11 +301,7 @@ def test_released_models_of_qwen3_5_are_accepted(name, tmp_path):
     assert sizes.text.hidden == hidden and bool(counts.experts) == ("-A" in name)
     billions = float(name.split("B")[0])
     assert sizes.num_values / 1e9 == pytest.approx(billions, rel=0.15)
-    allowed = []
-    for tp in range(1, 9):
-        with contextlib.suppress(ConfigError):
-            check_layout(counts, ParallelDims(tp, 1, 1, 1, (layers,)))
-            allowed.append(tp)
+    allowed = allowed_tp(counts)
     assert allowed == [tp for tp in (1, 2, 4) if tp <= largest]
     page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]

@@ -49,7 +49,7 @@ def mtp(folder: str | Path) -> dict[str, tuple[str, list[int], bytes]]:
 def test_which_families_have_it():
     passed = {name: family.passthrough for name, family in families().items()}
     head = {"qwen3_5": ("mtp.*",), "qwen3_5_moe": ("mtp.*",)}
-    assert passed == {"qwen3_vl": (), "qwen3_vl_moe": ()} | head
+    assert passed == {"qwen3_vl": (), "qwen3_vl_moe": (), "gemma4": ()} | head
 
 
 def test_it_is_not_a_part_of_the_model(tiny):

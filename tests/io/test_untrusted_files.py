@@ -71,7 +71,7 @@ def read_stream(path: str) -> None:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "config.json": read_sizes,
-    "generation_config.json": lambda folder: stop_ids(folder, 1),
+    "generation_config.json": lambda folder: stop_ids(folder, (1,)),
     "preprocessor_config.json": encoder,
     "video_preprocessor_config.json": encoder,
     "processor_config.json": encoder,

@@ -16,7 +16,7 @@ from tests.support.comparison import check_worst, relative_errors
 from tests.support.peft_reference import peft_model, save
 from tests.support.reference import inputs_of
 from tests.support.runs import loss_and_grads
-from tests.support.trl import run_on_tensors
+from tests.support.trl_environment import run_on_tensors
 
 # The error is relative, as in test_lora.py. Measured worst case: 2.5e-6.
 TOLERANCE = 5e-6

@@ -222,17 +222,34 @@ def test_the_shared_expert_and_its_gate_are_of_the_mlp(tiny):
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_all_linear_of_peft_means_every_group_of_linear_layers(experts, tiny):
-    """In the decoder, PEFT's all-linear is attention with mlp; experts are no linear layers."""
-    path = tiny(family="qwen3_5", head_dim=64, experts=experts)
+@pytest.mark.parametrize(
+    ("sizes", "targets"),
+    [
+        (dict(family="qwen3_5", head_dim=64), ("attention", "mlp")),
+        (
+            dict(family="gemma4", layers=2),
+            ("attention", "mlp", "merger", "vision_attention", "vision_mlp", "input_proj"),
+        ),
+    ],
+)
+def test_all_linear_of_peft_means_every_group_of_linear_layers(sizes, targets, experts, tiny):
+    """In the decoder, PEFT's all-linear is attention with mlp; experts are no linear layers. It
+    would adapt Gemma 4's routers, too."""
+    path = tiny(**sizes, experts=experts)
     model = get_peft_model(load_reference(path), PeftConfig(target_modules="all-linear"))
     adapted = {
         name.partition(".lora_A")[0].removeprefix("base_model.model.")
         for name, _ in model.named_parameters()
-        if ".lora_A." in name and ".visual." not in name
+        if ".lora_A." in name and ".visual." not in name and ".router." not in name
     }
-    chosen = adapted_specs(read_sizes(path).tensors, ("attention", "mlp"))
+    tensors = read_sizes(path).tensors
+    chosen = adapted_specs(tensors, targets)
     assert adapted == {module_of(each) for each in chosen if not is_of_experts(each)}
+    assert all(tensor.learns and len(tensor.shape) > 1 for tensor in tensors if tensor.lora_group)
+    if experts:
+        name = "proj" if sizes["family"] == "gemma4" else "mlp.gate"
+        with raises(ConfigError, key="lora.targets", found=name, problem_has="the router"):
+            adapted_specs(tensors, (name,))
 
 
 def test_dropout_for_experts_is_refused_as_peft_refuses_it(tiny):

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from megatron_vlm.commands.chat.command import Settings, find_model
 from megatron_vlm.commands.eval import run_eval
 from megatron_vlm.config.schema import CheckpointConfig, LoraConfig
 from megatron_vlm.config.trainable import scale_of
+from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
@@ -43,12 +45,20 @@ from tests.lora.test_lora import (
     EVERY,
     EXPERTS,
     EXPERTS_IN_BLOCKS,
+    GEMMA4,
+    GEMMA4_EXPERTS,
+    GEMMA4_IN_BLOCKS,
     IN_EXPERTS,
+    IN_GEMMA4_EXPERTS,
     SHARED_EXPERT,
+    Sizes,
+    written,
 )
 from tests.model.test_parity import layout
 from tests.run.test_train import go_pooled, steps_of
+from tests.support import gemma4
 from tests.support.batches import MIXED, make_rows
+from tests.support.gemma4 import TinyGemma4
 from tests.support.peft_reference import Adapter, base_model, peft_model
 from tests.support.peft_reference import save as save_peft
 from tests.support.pool import Pool
@@ -57,22 +67,32 @@ from tests.support.runs import Case, my_rows, refusal
 from tests.support.sets import write_set
 from tests.support.suites import full, slow
 
+Rows = Callable[[int], list[Row]]  # a batch of a seed
+OF_QWEN = partial(make_rows, MIXED, 512)
+OF_GEMMA4 = partial(gemma4.make_rows, gemma4.MIXED)
 
-def train_and_export(path: str, case: Case, folder: Path, vocab: int = 512) -> list[torch.Tensor]:
+
+def rows_for(sizes: Sizes) -> Rows:
+    return OF_GEMMA4 if isinstance(sizes, TinyGemma4) else OF_QWEN
+
+
+def train_and_export(
+    path: str, case: Case, folder: Path, rows: Rows = OF_QWEN
+) -> list[torch.Tensor]:
     """Train two steps, write each export and a checkpoint, and return the log-probs afterwards."""
     worker = MegatronWorker(case.config(path))
     for seed in range(2):
-        worker.forward_backward(my_rows(make_rows(MIXED, vocab, seed)))
+        worker.forward_backward(my_rows(rows(seed)))
         worker.optim_step(lr=0.03)
     for kind in ("adapter", "merged"):
         worker.export_hf(str(folder / kind), kind=kind)
     save(worker, step_folder(folder, 2), {"step": 2})
-    return worker.forward(make_rows(MIXED, vocab))
+    return worker.forward(rows(0))
 
 
-def log_probs(model: torch.nn.Module, vocab: int = 512) -> list[torch.Tensor]:
+def log_probs(model: torch.nn.Module, rows: Rows = OF_QWEN) -> list[torch.Tensor]:
     with torch.no_grad():
-        return [row_log_probs(model.eval(), row) for row in make_rows(MIXED, vocab)]
+        return [row_log_probs(model.eval(), row) for row in rows(0)]
 
 
 def difference(ours, theirs) -> float:
@@ -109,30 +129,35 @@ def check_exports_of_checkpoint(folder: Path) -> None:
         slow(Adapter(("layers.2.mlp.experts.down_proj",)), layout(dp=2, ep=2), EXPERTS),
         slow(Adapter(("gate_up_proj", "q_proj"), rslora=True), layout(), EXPERTS),
         slow(Adapter(("mlp", "merger"), whole_merger=False), layout(dp=4, ep=4), EXPERTS),
+        full(Adapter(), layout(tp=2, pp=2), GEMMA4),
+        full(replace(ALL, base="nf4"), layout(tp=2), GEMMA4_IN_BLOCKS),
+        slow(replace(BESIDE_MERGER, rslora=True), layout(pp=2), GEMMA4),
+        slow(Adapter(), layout(pp=2, dp=2, ep=2), GEMMA4_EXPERTS),
+        slow(Adapter(("gate_up_proj", "q_proj.linear", "input_proj")), layout(), GEMMA4_EXPERTS),
     ],
 )
 def test_peft_loads_what_is_exported(adapter, case, sizes, pool, tiny, tmp_path):
-    case, tiny = replace(case, lora=adapter.ours), partial(tiny, **sizes)
-    trained = pool.run(train_and_export, case.world, tiny(), case, tmp_path)[0]
-    base = log_probs(base_model(tiny(), adapter))
+    case, path, rows = replace(case, lora=adapter.ours), written(tiny, sizes), rows_for(sizes)
+    trained = pool.run(train_and_export, case.world, path, case, tmp_path, rows)[0]
+    base = log_probs(base_model(path, adapter), rows)
     assert difference(trained, base) > 0.01
     check_exports_of_checkpoint(tmp_path)
-    loaded = PeftModel.from_pretrained(base_model(tiny(), adapter), tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(base_model(path, adapter), tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert get_peft_model_state_dict(loaded).keys() == stored.keys()
     assert isinstance(loaded.peft_config["default"].lora_alpha, int)  # the type that PEFT declares
-    assert difference(log_probs(loaded), trained) < 5e-6
+    assert difference(log_probs(loaded, rows), trained) < 5e-6
     with loaded.disable_adapter():  # whole mergers are modules_to_save, and are disabled as well
-        assert difference(log_probs(loaded), base) == 0
+        assert difference(log_probs(loaded, rows), base) == 0
     whole = load_reference(str(tmp_path / "merged"))
-    assert difference(log_probs(whole), trained) < 5e-6
+    assert difference(log_probs(whole, rows), trained) < 5e-6
     expected = dict(loaded.merge_and_unload().named_parameters())
     for name, tensor in whole.named_parameters():
         assert torch.allclose(tensor, expected[name], rtol=0, atol=1e-7), name
 
 
-def log_probs_here(path: str, case: Case, vocab: int = 512) -> list[torch.Tensor]:
-    return MegatronWorker(case.config(path), training=False).forward(make_rows(MIXED, vocab))
+def log_probs_here(path: str, case: Case, rows: Rows = OF_QWEN) -> list[torch.Tensor]:
+    return MegatronWorker(case.config(path), training=False).forward(rows(0))
 
 
 @pytest.mark.parametrize(
@@ -143,16 +168,19 @@ def log_probs_here(path: str, case: Case, vocab: int = 512) -> list[torch.Tensor
         full(ALL, DELTA_NET),
         full(IN_EXPERTS, SHARED_EXPERT),
         slow(replace(IN_EXPERTS, targets=("nothing",), parameters=(DOWN,)), EXPERTS),
+        full(ALL, GEMMA4),
+        full(IN_GEMMA4_EXPERTS, GEMMA4_EXPERTS),
     ],
 )
 def test_an_adapter_says_how_to_go_on_from_it(adapter, sizes, pool, tiny, tmp_path):
-    path = tiny(**sizes)
+    path, rows = written(tiny, sizes), rows_for(sizes)
     model = peft_model(path, adapter)
     folder = Path(save_peft(model, tmp_path / "peft"))
     lora = lora_of(folder, path)
     assert (lora.rank, lora.alpha, lora.rslora, lora.train) == (4, 12.0, False, ())
     case = replace(layout(), lora=vars(lora))
-    assert difference(pool.run(log_probs_here, 1, path, case)[0], log_probs(model)) < 5e-6
+    ours = pool.run(log_probs_here, 1, path, case, rows)[0]
+    assert difference(ours, log_probs(model, rows)) < 5e-6
 
 
 @pytest.mark.full

@@ -174,16 +174,20 @@ def not_summed_over_tp(right: Any, tensor: Tensor, *args: Any, **more: Any) -> A
     return None if is_of_adapter else right(tensor, *args, **more)
 
 
-def only_in_the_first_slice(right: Any, ctx: Any, factors: Any, slope_of: Any) -> list[Any]:
-    whole = right(ctx, factors, slope_of)
+def only_in_the_first_slice(right: Any, ctx: Any, *given: Any) -> list[Any]:
+    whole = right(ctx, *given)
     ctx.slices = ctx.slices[:1]
-    return [*whole[:2], *right(ctx, factors, slope_of)[2:]]
+    return [*whole[:2], *right(ctx, *given)[2:]]
 
 
 def not_in_the_logits_again(right: Any, ctx: Any, *grads: Tensor) -> Any:
     """Compute the logits of the backward pass without the adapter."""
     logits_of = log_probs.logits_of
-    with mock.patch.object(log_probs, "logits_of", lambda p, *span: logits_of(p[:1], *span)):
+
+    def wrong(products: log_probs.Products, *span: int) -> Tensor:
+        return logits_of(log_probs.Products(products.factors[:1]), *span)
+
+    with mock.patch.object(log_probs, "logits_of", wrong):
         return right(ctx, *grads)
 
 

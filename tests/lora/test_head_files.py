@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.lora.test_files import (
 from tests.lora.test_lora import EVERY_WITH_HEAD, HEAD, ODD, TIED, VOCAB, WITH_HEAD
 from tests.lora.test_lora import pytestmark as pytestmark  # PEFT's warnings
 from tests.model.test_parity import layout
+from tests.support.batches import MIXED, make_rows
 from tests.support.moe import edited
 from tests.support.peft_reference import Adapter, peft_model
 from tests.support.peft_reference import save as save_peft
@@ -30,6 +32,7 @@ from tests.support.suites import full, slow
 
 A, B = (f"base_model.model.lm_head.lora_{each}.weight" for each in "AB")
 EMBEDDING = "model.language_model.embed_tokens.weight"
+ROWS = partial(make_rows, MIXED, VOCAB)
 # Relative error. Measured worst case: 1.6e-7.
 TOLERANCE = 1.5e-6
 
@@ -59,8 +62,8 @@ def test_peft_and_transformers_load_what_is_exported(
     if "copy" in sizes:
         embedding = load_file(Path(path) / "model.safetensors")[EMBEDDING]
         path = str(edited(path, tmp_path / "base", {"lm_head.weight": embedding.clone()}))
-    trained = pool.run(train_and_export, case.world, path, case, tmp_path, VOCAB)[0]
-    base = log_probs(load_reference(path), VOCAB)
+    trained = pool.run(train_and_export, case.world, path, case, tmp_path, ROWS)[0]
+    base = log_probs(load_reference(path), ROWS)
     assert difference(trained, base) > 0.01
     check_exports_of_checkpoint(tmp_path)
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -70,13 +73,13 @@ def test_peft_and_transformers_load_what_is_exported(
     assert "lm_head" in config["target_modules"]
     loaded = PeftModel.from_pretrained(load_reference(path), tmp_path / "adapter")
     merged = load_reference(str(tmp_path / "merged"))
-    again = pool.run(log_probs_here, 1, str(tmp_path / "merged"), layout(), VOCAB)[0]
-    theirs = [log_probs(model, VOCAB) for model in (loaded, merged)]
+    again = pool.run(log_probs_here, 1, str(tmp_path / "merged"), layout(), ROWS)[0]
+    theirs = [log_probs(model, ROWS) for model in (loaded, merged)]
     worst = max(difference(each, trained) for each in (*theirs, again))
     record_property("worst", worst)
     assert worst <= TOLERANCE
     with loaded.disable_adapter():
-        assert difference(log_probs(loaded, VOCAB), base) == 0
+        assert difference(log_probs(loaded, ROWS), base) == 0
     # The embedding is unchanged, and the head is no longer the embedding.
     folders = Path(path), tmp_path / "merged"
     before, after = (load_file(each / "model.safetensors") for each in folders)
@@ -90,7 +93,7 @@ def test_peft_and_transformers_load_what_is_exported(
 
 def test_a_model_without_it_stays_tied(pool, tiny, tmp_path):
     case = replace(layout(), lora=Adapter().ours)
-    pool.run(train_and_export, 1, tiny(**TIED), case, tmp_path, VOCAB)
+    pool.run(train_and_export, 1, tiny(**TIED), case, tmp_path, ROWS)
     assert ties(tmp_path / "merged") == {True}
     assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
 
@@ -107,8 +110,8 @@ def test_what_peft_writes_is_loaded(sizes, pool, tiny, tmp_path, record_property
     lora = lora_of(folder, path)
     assert lora.train == () and "lm_head" in lora.targets
     case = replace(layout(), lora=vars(lora))
-    actual = pool.run(log_probs_here, 1, path, case, VOCAB)[0]
-    worst = difference(actual, log_probs(model, VOCAB))
+    actual = pool.run(log_probs_here, 1, path, case, ROWS)[0]
+    worst = difference(actual, log_probs(model, ROWS))
     record_property("worst", worst)
     assert worst <= TOLERANCE
     for wrong in (stored[copied] * (1 + 1e-3), stored[copied][:-1]):
@@ -116,7 +119,7 @@ def test_what_peft_writes_is_loaded(sizes, pool, tiny, tmp_path, record_property
         message = str(pool.run(refusal, 1, path, case)[0])
         assert f": model.path={path} " in message and f"{copied} [{len(wrong)}, 64]; " in message
     save_file(stored | {copied: stored[copied].bfloat16()}, file)
-    assert pool.run(log_probs_here, 1, path, case, VOCAB)[
+    assert pool.run(log_probs_here, 1, path, case, ROWS)[
         0
     ]  # PEFT may have loaded the model in bf16
     without = dict(vars(lora), targets=tuple(t for t in lora.targets if t != "lm_head"))

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.model import log_probs as head
-from megatron_vlm.model.log_probs import predict
+from megatron_vlm.model.head import OutputLayer, Targets, top_tokens_head
+from megatron_vlm.model.log_probs import Products, predict
 from megatron_vlm.model.lumped_log_probs import LOWEST, predict_lumped
 
 TOKENS, WIDTH, VOCAB, GIVEN = 37, 24, 203, 5
+CAP = 8.0  # the largest logit is above 40
 # Relative to the largest value, fp32 against fp64. The measured maximum over all cases is 2.8e-6,
 # and 4.6e-6 of lumped tokens.
 TOLERANCE, LUMPED_TOLERANCE = 5e-6, 2e-5
@@ -49,11 +51,15 @@ def pairs(flat: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-def expected(also: str | None, products: int = 1) -> list[Tensor]:
+def bent(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else cap * (logits / cap).tanh()
+
+
+def expected(also: str | None, products: int = 1, cap: float | None = None) -> list[Tensor]:
     """Return the output and the gradients of all factors, by torch in fp64."""
     _, _, targets, grads = problem()
     leaves = [each.double().requires_grad_() for each in factors(products)]
-    logits = torch.stack([given @ weight.T for given, weight in pairs(leaves)]).sum(0)
+    logits = bent(torch.stack([given @ weight.T for given, weight in pairs(leaves)]).sum(0), cap)
     all_log_probs = logits.log_softmax(-1)
     output = all_log_probs.gather(1, targets[:, None])[:, 0]
     extra = (logits.argmax(-1) == targets).double()
@@ -65,7 +71,11 @@ def expected(also: str | None, products: int = 1) -> list[Tensor]:
 
 
 def sharded(
-    whole: Sequence[Tensor], output_of: Callable[[Any], Tensor], grads: Tensor, at_once: int
+    whole: Sequence[Tensor],
+    output_of: Callable[[Any], Tensor],
+    grads: Tensor,
+    at_once: int,
+    cap: float | None = None,
 ) -> list[Tensor]:
     """Return the output and the gradients of all factors on this rank, with the vocabulary padded
     to a multiple of the ranks, and one row more."""
@@ -78,7 +88,7 @@ def sharded(
             factor = padded[rank * rows : (rank + 1) * rows]
         leaves.append(factor.clone().requires_grad_())
     with mock.patch.object(head, "LOGITS_AT_ONCE", at_once):
-        output = output_of(pairs(leaves))
+        output = output_of(Products(pairs(leaves), cap))
         output.backward(grads)
     results = [output.detach()]
     for place, leaf in enumerate(leaves):
@@ -94,7 +104,13 @@ def sharded(
     return results
 
 
-def run(also: Any, at_once: int, products: int = 1, dtype: torch.dtype = torch.float) -> Any:
+def run(
+    also: Any,
+    at_once: int,
+    products: int = 1,
+    dtype: torch.dtype = torch.float,
+    cap: float | None = None,
+) -> Any:
     _, _, targets, grads = problem()
 
     def output_of(given: Any) -> Tensor:
@@ -102,7 +118,7 @@ def run(also: Any, at_once: int, products: int = 1, dtype: torch.dtype = torch.f
         return outputs[0] if outputs[1] is None else torch.stack(outputs)  # type: ignore[arg-type]
 
     whole = [each.to(dtype) for each in factors(products)]
-    return sharded(whole, output_of, grads[0] if also is None else grads, at_once)
+    return sharded(whole, output_of, grads[0] if also is None else grads, at_once, cap)
 
 
 def check(outcomes: Any, want: list[Tensor], tolerance: float, record_property: Any) -> None:
@@ -114,11 +130,32 @@ def check(outcomes: Any, want: list[Tensor], tolerance: float, record_property: 
 
 
 @pytest.mark.parametrize("at_once", AT_ONCE)
-@pytest.mark.parametrize(("products", "tp"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("products", "tp", "cap"),
+    [(1, 1, None), (1, 2, None), (1, 4, None), (2, 1, None), (2, 2, None), (2, 2, CAP)],
+)
 @pytest.mark.parametrize("also", [None, "entropy", "hits"])
-def test_equals_the_softmax_in_fp64(also, products, tp, at_once, pool, record_property):
-    outcomes = pool.run(run, tp, also, at_once, products)
-    check(outcomes, expected(also, products), TOLERANCE, record_property)
+def test_equals_the_softmax_in_fp64(also, products, tp, cap, at_once, pool, record_property):
+    outcomes = pool.run(run, tp, also, at_once, products, torch.float, cap)
+    check(outcomes, expected(also, products, cap), TOLERANCE, record_property)
+
+
+def logits_with_a_cap() -> None:
+    """Check all logits, and the most likely tokens, of an output layer with a cap."""
+    hidden, weight, targets, _ = problem()
+    group = dist.group.WORLD
+    assert group is not None
+    layer = OutputLayer(lambda h, weight: (h @ weight.T, None), weight, VOCAB, group, CAP)
+    want = bent((hidden @ weight.T).double(), CAP)
+    assert (layer.logits(hidden) - want).abs().max() < 1e-5
+    top = top_tokens_head(hidden, layer, Targets(targets), count=GIVEN, temperature=2.0)
+    assert top.top_log_probs_NJ is not None
+    of_top = (want / 2).log_softmax(-1).topk(GIVEN).values
+    assert (top.top_log_probs_NJ - of_top).abs().max() < 1e-5
+
+
+def test_a_cap_bends_every_logit(pool):
+    pool.run(logits_with_a_cap, 1)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -152,7 +189,7 @@ def count_logits(tokens: int) -> int:
     assert group is not None
     with mock.patch.object(head, "LOGITS_AT_ONCE", 10_000), Watch():
         targets = torch.zeros(tokens, dtype=torch.long)
-        outputs = predict([(hidden, weight)], targets, 1000, group, "entropy")
+        outputs = predict(Products([(hidden, weight)]), targets, 1000, group, "entropy")
         torch.stack(outputs).sum().backward()  # type: ignore[arg-type]
     return largest
 
@@ -180,10 +217,10 @@ def lumped_problem() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return hidden, weight, labels, ids, torch.randn(TOKENS, GIVEN + 2, generator=generator)
 
 
-def expected_lumped(temperature: float) -> list[Tensor]:
+def expected_lumped(temperature: float, cap: float | None) -> list[Tensor]:
     hidden, weight, labels, ids, grads = lumped_problem()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    logits = hidden @ weight.T
+    logits = bent(hidden @ weight.T, cap)
     label = logits.log_softmax(-1).gather(1, labels[:, None])
     log_probs = (logits / temperature).log_softmax(-1)
     others = log_probs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
@@ -199,21 +236,23 @@ def label_and_events(*arguments: Any) -> Tensor:
     return torch.cat([labels_N[:, None], events_NR], dim=1)
 
 
-def run_lumped(temperature: float, at_once: int) -> list[Tensor]:
+def run_lumped(temperature: float, at_once: int, cap: float | None) -> list[Tensor]:
     hidden, weight, labels, ids, grads = lumped_problem()
 
     def output_of(products: Any) -> Tensor:
         return label_and_events(products, labels, ids, VOCAB, dist.group.WORLD, temperature)
 
-    return sharded([hidden, weight], output_of, grads, at_once)
+    return sharded([hidden, weight], output_of, grads, at_once, cap)
 
 
 @pytest.mark.parametrize("at_once", AT_ONCE)
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("tp", "cap"), [(1, None), (2, None), (4, None), (2, CAP)])
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_lumped_tokens_equal_the_softmax_in_fp64(temperature, tp, at_once, pool, record_property):
-    outcomes = pool.run(run_lumped, tp, temperature, at_once)
-    check(outcomes, expected_lumped(temperature), LUMPED_TOLERANCE, record_property)
+def test_lumped_tokens_equal_the_softmax_in_fp64(
+    temperature, tp, cap, at_once, pool, record_property
+):
+    outcomes = pool.run(run_lumped, tp, temperature, at_once, cap)
+    check(outcomes, expected_lumped(temperature, cap), LUMPED_TOLERANCE, record_property)
 
 
 def corners() -> None:
@@ -222,14 +261,14 @@ def corners() -> None:
     assert group is not None
     hidden, weight, labels, ids, _ = lumped_problem()
     hidden.requires_grad_()
-    label_and_events([(hidden, weight)], labels, ids, VOCAB, group).sum().backward()
+    label_and_events(Products([(hidden, weight)]), labels, ids, VOCAB, group).sum().backward()
     assert weight.grad is None and hidden.grad is not None and hidden.grad.any()
     weight.requires_grad_()
-    output = label_and_events([(hidden[:0], weight)], labels[:0], ids[:0], VOCAB, group)
+    output = label_and_events(Products([(hidden[:0], weight)]), labels[:0], ids[:0], VOCAB, group)
     output.sum().backward()
     assert output.shape == (0, GIVEN + 2) and weight.grad is not None and not weight.grad.any()
     everything = torch.arange(VOCAB).repeat(TOKENS, 1)
-    output = label_and_events([(hidden, weight)], labels, everything, VOCAB, group)
+    output = label_and_events(Products([(hidden, weight)]), labels, everything, VOCAB, group)
     output.square().sum().backward()
     want = (hidden @ weight.T).log_softmax(-1)
     assert (output[:, 1:-1] - want).abs().max() < 1e-5 and (output[:, -1] == LOWEST).all()

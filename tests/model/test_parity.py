@@ -1,11 +1,19 @@
 # make test-parity, or: .venv/bin/python -m pytest tests/model/test_parity.py
 """Losses, per-token log-probs and every gradient equal Hugging Face's, at each layout."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.support.batches import (
+    ALL_TEXT,
+    MIXED,
+    SHARED,
+    SHARED_ON_ONE_RANK,
+    TEXT_ON_ONE_RANK,
+    make_rows,
+)
 from tests.support.comparison import check_worst, relative_errors
 from tests.support.reference import Reference, reference_of
 from tests.support.runs import Case, Outcome, loss_and_grads
@@ -19,6 +27,7 @@ pytestmark = pytest.mark.newest  # it depends on the versions
 TOLERANCE = 5e-6
 
 BATCHES = {"mixed": MIXED, "all_text": ALL_TEXT, "text_on_one_rank": TEXT_ON_ONE_RANK}
+BATCHES |= {"shared": SHARED, "shared_on_one_rank": SHARED_ON_ONE_RANK}
 
 
 def layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: object) -> Case:
@@ -30,7 +39,8 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: object) -> Case:
 
 def case(batch: str = "mixed", sizes: dict[str, object] | None = None, **degrees: Any) -> Any:
     """Return a layout, the sizes of the tiny model and a batch."""
-    return layout(**degrees), sizes or {}, batch
+    of_train = {"micro_batch_size": 4} if batch == "shared" else {}
+    return replace(layout(**degrees), train=of_train), sizes or {}, batch
 
 
 CASES: dict[str, tuple[Case, dict[str, object], str]] = {
@@ -84,10 +94,35 @@ CASES: dict[str, tuple[Case, dict[str, object], str]] = {
     ),
     "pp4x2": case("mixed", {"layers": 9}, pp=4, virtual_stages=2),
     "plain-optimizer": case(tp=2, dp=2, distributed_optimizer=False),
+    # The tower encodes a picture of several rows once.
+    "pictures-of-several-rows": case("shared"),
+    "pictures-of-several-rows-pp2": case("shared", pp=2),
+    "pictures-of-several-rows-tp2-stage0-0-layers": case(
+        "shared", tp=2, pp=2, layers_per_stage=[0, 4]
+    ),
+    "pictures-of-several-rows-recompute-tp2": case(
+        "shared", tp=2, recompute="full", recompute_vision=True
+    ),
+    "pictures-of-several-rows-not-over-tp2": case("shared", tp=2, share_images=False),
+    "pictures-of-several-rows-vision-frozen": case("shared", pp=2, freeze_vision=True),
+    "pictures-of-several-rows-merger-frozen": case(
+        "shared", tp=2, freeze_vision=True, freeze_merger=True
+    ),
+    "pictures-of-several-rows-no-deepstack": case("shared", {"deepstack": 0}),
+    "pictures-of-several-rows-on-one-rank": case(
+        "shared_on_one_rank", dp=2, overlap_grad_reduce=True
+    ),
 }
 # One layout of each kind; experts and gated delta nets have theirs in files of their own.
 QUICK = ("tp2", "stage0-0-layers", "tp2-pp2", "overlap-text-on-one-rank")
-QUICK += ("pp2x2-stage0-0-layers-tied",)
+QUICK += ("pp2x2-stage0-0-layers-tied", "pictures-of-several-rows-tp2-stage0-0-layers")
+
+
+def part_of(name: str) -> str:
+    """Return the part of a model that a tensor belongs to, as in model.freeze_*."""
+    if "merger" in name or ".embed_vision." in name:
+        return "merger"
+    return "vision" if ".visual." in name or ".vision_tower." in name else "language"
 
 
 def errors(outcomes: list[Outcome], expected: Reference, case: Case) -> dict[str, float]:
@@ -108,8 +143,7 @@ def errors(outcomes: list[Outcome], expected: Reference, case: Case) -> dict[str
     assert actual.grads.keys() <= expected.grads.keys() | {"lm_head.weight"}
     frozen = {part for part in ("vision", "merger", "language") if case.model.get(f"freeze_{part}")}
     for name, grad in actual.grads.items():
-        part = "language" if ".visual." not in name else "merger" if "merger" in name else "vision"
-        if part in frozen:
+        if part_of(name) in frozen:
             assert grad.isnan().all(), f"{name} is frozen but has a gradient"
             continue
         assert not grad.isnan().any(), f"{name} is not frozen and has no gradient"

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_vlm.data.even_split import deal
-from megatron_vlm.family.qwen import LinearPatchEmbed
+from megatron_vlm.family.qwen.model import LinearPatchEmbed
 from megatron_vlm.family.tower_attention import attend_at_once, attend_by_runs
-from megatron_vlm.model.vision import ImageShare, image_cost
+from megatron_vlm.model.vision import ImageShare, SharedFeatures, _TakeFeatures, image_cost
 from tests.support import varlen
 
 pytestmark = pytest.mark.newest  # it depends on the versions
@@ -38,7 +38,25 @@ def test_features_return_to_the_order_of_the_images():
     assert (first.local, second.local) == ([1], [2, 0])
     assert first.rows_per_rank == [4, 3]
     # Gathered: rank 0's four rows, then rank 1's three and one of padding.
-    assert first.order_V.tolist() == [6, 0, 1, 2, 3, 4, 5]
+    assert first.order_F.tolist() == [6, 0, 1, 2, 3, 4, 5]
+
+
+def test_gradients_of_a_shared_image_are_added_in_fp32_and_rounded_once():
+    """Of three images, the second is in eight rows and the third in one; the rows alternate."""
+    grid = torch.tensor([[1, 2, 2], [1, 4, 4], [1, 2, 4]])  # 1, 4, 2 features
+    visual = torch.tensor([1, 0, 1, 1, 2, *[1] * 4, 0, 1], dtype=torch.int32)
+    shared = SharedFeatures.plan(grid, merge=2, visual_of_O=visual)
+    spans = [[0], [1, 2, 3, 4], [5, 6]]
+    expected = torch.tensor([feature for image in visual.tolist() for feature in spans[image]])
+    assert shared.feature_of_V.equal(expected) and len(shared.parts) == 8
+    assert torch.cat(shared.parts).sort().values.equal(torch.arange(len(expected)))
+    features = torch.randn(3, 7, 16, dtype=torch.bfloat16, requires_grad=True)
+    grads = torch.randn(3, len(expected), 16, dtype=torch.bfloat16)
+    taken = _TakeFeatures.apply(features, shared)
+    assert taken.equal(features[:, expected])
+    taken.backward(grads)
+    exact = torch.zeros(3, 7, 16, dtype=torch.float64).index_add_(1, expected, grads.double())
+    assert features.grad.equal(exact.to(torch.bfloat16))
 
 
 def test_patch_embedding_equals_the_convolution():

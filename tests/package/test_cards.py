@@ -3,6 +3,7 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,13 @@ def test_a_card_is_filled_from_a_run_on_a_gpu(cards, tmp_path):
         ("ceilings", "device", "H100"),
         ("parity", "1x1x1 torch bf16 (worst: loss)", {"found": 2e-2, "bound": 0.1, "holds": True}),
         ("parity", "status", "done, 17 s"),
+        ("families", "Qwen3.5 (worst: loss)", {"found": 1e-6, "bound": 1e-5, "holds": True}),
+        ("families", "Gemma 4 (worst: loss)", {"found": 2e-6, "bound": 1e-5, "holds": True}),
+        (
+            "families",
+            "Qwen3.5 by flash-linear-attention bf16 (worst: loss)",
+            {"found": 0.03, "bound": 0.1, "holds": True},
+        ),
         ("whole", "model", "2B"),
         ("whole", "ours, default", {"step_ms": 47.2, "tokens_per_s": 27105.559}),
     ]
@@ -83,6 +91,10 @@ def test_a_card_is_filled_from_a_run_on_a_gpu(cards, tmp_path):
     (tmp_path / "figures.jsonl").write_text(text)
     filled = importlib.import_module("make_card").fill_from_gpu(card, tmp_path)
     assert filled.parity == [cards.LayoutError("1x1x1 torch bf16", 2e-2, 0.1)]
+    hybrid = replace(card, family="qwen3_5")
+    filled_hybrid = importlib.import_module("make_card").fill_from_gpu(hybrid, tmp_path)
+    by_fla = cards.LayoutError("Qwen3.5 by flash-linear-attention bf16", 0.03, 0.1)
+    assert filled_hybrid.parity == [cards.LayoutError("Qwen3.5", 1e-6, 1e-5), by_fla]
     assert filled.throughput == [cards.Speed("2B: ours, default", 27110.0)]
     assert filled.machine == "H100" and filled.versions["torch"] == "2.13.0+cu130"
     assert "triton" not in filled.versions

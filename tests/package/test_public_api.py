@@ -34,12 +34,13 @@ def imports(code: str) -> Iterator[tuple[str, str]]:
 
 
 def not_public(code: str) -> list[str]:
-    """Return the names that are not public. Examples may also use the pictures of the demo."""
+    """Return the names that are not public. Examples may also use the pictures and the tiny models
+    of the demo."""
     return [
         f"{module}.{name}".removeprefix(".")
         for module, name in imports(code)
         if (module, name) != ("", "megatron_vlm")
-        and not module.startswith("megatron_vlm.commands.demo.")
+        and not module.startswith(("megatron_vlm.commands.demo.", "megatron_vlm.family.tiny"))
         and not (module == "megatron_vlm" and name in megatron_vlm.__all__)
     ]
 

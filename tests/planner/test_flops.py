@@ -9,7 +9,7 @@ from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.decoder_layers import DELTA_CHUNK, Experts, GatedDeltaNet
+from megatron_vlm.family.decoder_layers import DELTA_CHUNK, Attention, Experts, GatedDeltaNet
 from megatron_vlm.family.spec import TextSizes
 from megatron_vlm.planner.flops import micro_work
 from megatron_vlm.planner.layout import ModelLayout
@@ -44,7 +44,8 @@ def test_a_forward_of_gated_delta_nets_is_what_torch_counts(experts, pool, tiny)
     expected = tokens * (work.per_token - uncounted(text) + weighted(text))
     expected += work.per_supervised * supervised
     # Torch's attention by matrix products computes every pair of tokens, and masks half of them.
-    expected += work.per_token_pair * tokens**2
+    attentions = [x.mixer for x in text.layers if isinstance(x.mixer, Attention)]
+    expected += sum(4 * each.query for each in attentions) * tokens**2
     assert sum(by_kind.values()) == expected
     assert by_kind["convolution"] == tokens * convolved(text)
 

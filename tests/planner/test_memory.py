@@ -2,6 +2,7 @@
 """Counts of the planner, which are those of a built worker: parameters, gradients, optimizer state,
 and the memory that autograd keeps of a forward."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -9,9 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
+from megatron_vlm.model import unscaled_attention
+from megatron_vlm.model.attention_kernels import as_added
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.model.offload_activations import OffloadPass
 from megatron_vlm.planner.activation_memory import activations
@@ -25,6 +28,7 @@ from megatron_vlm.training.optimizer_parts import main_weights
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import RowSpec, make_rows
+from tests.support.pool import Pool
 from tests.support.runs import Case
 from tests.support.suites import full, quick
 
@@ -35,7 +39,7 @@ ROWS = (RowSpec(150, images=((16, 12), (6, 8))), RowSpec(90, images=((20, 10),))
 SPEC = {"hidden": 128, "heads": 8, "layers": 3}
 
 
-def built(path: str, case: Case) -> tuple[int, ParamCounts, int, int]:
+def built(path: str, case: Case, rows: Sequence[Row]) -> tuple[int, ParamCounts, int, int]:
     """Return the stage of this rank, the counts of its values, and the bytes that autograd keeps of
     a forward of its first chunk, on the device and on the host."""
     worker = MegatronWorker(case.config(path))
@@ -51,7 +55,7 @@ def built(path: str, case: Case) -> tuple[int, ParamCounts, int, int]:
         sum(sum(moments_of(each)) for each in worker.optimizer.chained_optimizers),
         sum(each.grad_data.numel() for chunk in wrapped for each in chunk.expert_parallel_buffers),
     )
-    return worker.grid.pp.rank, counts, *kept_bytes(worker)
+    return worker.grid.pp.rank, counts, *kept_bytes(worker, rows)
 
 
 def moments_of(optimizer) -> list[int]:
@@ -65,12 +69,12 @@ def moments_of(optimizer) -> list[int]:
     return [param.numel() for param in params]
 
 
-def kept_bytes(worker: MegatronWorker) -> tuple[int, int]:
+def kept_bytes(worker: MegatronWorker, given: Sequence[Row]) -> tuple[int, int]:
     """Return the bytes that autograd keeps of a forward, on the device and on the host. Each
     storage counts once. Parameters do not count, nor do logits, which come and go."""
     chunk, stage, sizes = worker.chunks[0], worker.grid.pp.rank, worker.source.sizes
     own = {t.untyped_storage().data_ptr() for t in (*chunk.parameters(), *chunk.buffers())}
-    [host] = worker.micro_batches(make_rows(ROWS))
+    [host] = worker.micro_batches(given)
     logits = (host.num_supervised, worker.dims.padded_vocab(sizes.text.vocab) // worker.dims.tp)
     storages, stored = {}, {}
     take = OffloadPass._pack
@@ -100,19 +104,27 @@ def kept_bytes(worker: MegatronWorker) -> tuple[int, int]:
     worker.stage.train(True)
     [batch] = worker.stage.arrivals([host], chunk)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, mock.patch.object(OffloadPass, "_pack", watch):
+    # A pass keeps its masks, also those of layers that are recomputed.
+    masks = mock.patch.object(unscaled_attention, "as_added", lambda *given: pack(as_added(*given)))
+    with hooks, masks, mock.patch.object(OffloadPass, "_pack", watch):
         worker.stage.predict(chunk, batch)
     return sum(storage.nbytes() for storage in storages.values()), sum(stored.values())
 
 
-def sizes_of_rows() -> BatchSizes:
-    rows = make_rows(ROWS)
+def sizes_of_rows(rows: Sequence[Row] | None = None) -> BatchSizes:
+    rows = rows or make_rows(ROWS)
+    images = [
+        int(grid_3.prod())
+        for row in rows
+        if row.image_grid_I3 is not None
+        for grid_3 in row.image_grid_I3
+    ]
     return BatchSizes(
         rows=2,
         tokens=max(len(row.ids_S) for row in rows),
         supervised=sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows),
-        patches=16 * 12 + 6 * 8 + 20 * 10,
-        largest_image=200,
+        patches=sum(images),
+        largest_image=max(images, default=0),
     )
 
 
@@ -204,13 +216,16 @@ QUICK = {
 @pytest.mark.parametrize("name", quick(QUICK, CASES))
 def test_memory_is_that_of_the_built_worker(name, tiny, pool):
     case, spec = CASES[name]
-    case = replace(case, train={"precision": "bf16" if name in BF16 else "fp32"})
-    itemsize = 2 if name in BF16 else 4
-    path = tiny(**{**SPEC, **spec})
-    sizes, cfg, batch = read_sizes(path), case.config(path), sizes_of_rows()
+    check_memory(tiny(**{**SPEC, **spec}), case, make_rows(ROWS), name in BF16, pool)
+
+
+def check_memory(path: str, case: Case, rows: Sequence[Row], is_bf16: bool, pool: Pool) -> None:
+    case = replace(case, train={"precision": "bf16" if is_bf16 else "fp32"})
+    itemsize = 2 if is_bf16 else 4
+    sizes, cfg, batch = read_sizes(path), case.config(path), sizes_of_rows(rows)
     dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.num_layers)
     planned = ModelLayout(cfg, sizes, dims, itemsize)
-    ranks = pool.run(built, case.world, path, case)
+    ranks = pool.run(built, case.world, path, case, rows)
     for stage in range(dims.pp):
         of_stage = [each for number, *each in ranks if number == stage]
         optimized = max(counts.optimized for counts, *_ in of_stage)
@@ -227,7 +242,7 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
             assert (1 - TOLERANCE) * on_host <= memory.host <= largest * on_host
         assert memory.weights == itemsize * counts.held
         assert memory.gradients == 4 * counts.gradients
-        assert memory.optimizer == (12 if name in BF16 else 8) * optimized
+        assert memory.optimizer == (12 if is_bf16 else 8) * optimized
         if dims.virtual_stages == 1:
             assert memory.activations == expected
 

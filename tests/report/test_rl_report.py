@@ -86,8 +86,8 @@ TRAIN = ["Loss", "Learning rate", "Gradient norm", "Tokens", "Images", "Step tim
 TRAIN += ["Memory"]
 EVERY = {
     **{"kl": 0.25, "entropy": 1.5, "ratio": 1.0, "clip_fraction": 0.5, "drift": 0.75},
-    **{"apart": 2.0, "apart_mean": 0.01, "weights_cut": 0.03, "behind": 1.5},
-    "teacher_kl": 0.125,
+    **{"apart": 2.0, "apart_mean": 0.01, "weights_cut": 0.03, "masked": 0.01, "behind": 1.5},
+    **{"teacher_kl": 0.125, "taught": 0.5, "rerouted": 0.125},
 }
 
 
@@ -112,8 +112,9 @@ def test_only_figures_that_the_run_has_are_curves(report):
         *SOON[:2],
         *("Exact", "Form", "Tokens of an episode", "Answers of an episode"),
         *SOON[3:],
-        *("KL", "KL to the teacher", "Drift", "Entropy", "Ratio", "Clip fraction"),
-        *("Agreement of sampler and trainer", "Weights cut", "Behind", "Sampling time", *TRAIN),
+        *("KL", "KL to the teacher", "Tokens taught", "Drift", "Entropy", "Ratio"),
+        *("Clip fraction", "Agreement of sampler and trainer", "Weights cut", "Tokens masked"),
+        *("Rerouted", "Behind", "Sampling time", *TRAIN),
     ]
     assert page.curves("Reward") == [("reward", [0, 1], [0.5, -1.5])]
     assert page.curves("Spread of rewards") == [("spread", [0, 1], [0.25, 0.25])]
@@ -127,7 +128,8 @@ def test_only_figures_that_the_run_has_are_curves(report):
     names = ("KL to the teacher", "teacher_kl")
     for title, key in (("KL", "kl"), names, ("Drift", "drift"), ("Entropy", "entropy")):
         assert [y for _, _, y in page.curves(title)] == [[None, EVERY[key]]]
-    for title, key in (("Ratio", "ratio"), ("Weights cut", "weights_cut"), ("Behind", "behind")):
+    charts = {"Ratio": "ratio", "Weights cut": "weights_cut", "Tokens masked": "masked"}
+    for title, key in {**charts, "Rerouted": "rerouted", "Behind": "behind"}.items():
         assert [y for _, _, y in page.curves(title)] == [[None, EVERY[key]]]
     assert page.curves("Clip fraction") == [("clipped", [0, 1], [None, 0.5])]
     agreement = [("largest", [0, 1], [None, 2.0]), ("mean", [0, 1], [None, 0.01])]
@@ -136,7 +138,8 @@ def test_only_figures_that_the_run_has_are_curves(report):
     seconds = [("sampling", [0, 1], [0.2, 0.3]), ("step", [0, 1], [0.5, 1.5])]
     assert page.curves("Sampling time") == seconds
     percents = [title for title in page.titles if page.chart(title)["percent"]]
-    shares = ["Episodes cut", "Prompts alike", "Clip fraction", "Weights cut", "Padding"]
+    shares = ["Episodes cut", "Prompts alike", "Tokens taught", "Clip fraction"]
+    shares += ["Weights cut", "Tokens masked", "Rerouted", "Padding"]
     assert percents == shares
     drawn = page.page().text
     assert drawn.count("Drag over a chart") == drawn.count("<noscript>") == 1

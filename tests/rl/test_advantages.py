@@ -83,3 +83,9 @@ def test_importance_weights_are_truncated_above_alone():
     assert importance_weights(old, sampler, 20.0)[2] == pytest.approx(math.exp(2.5))
     assert importance_weights(old, sampler, None) == [1.0] * 4
     assert importance_weights([], [], 2.0) == []
+
+
+def test_weights_beyond_the_mask_are_zero():
+    old = [math.log(each) for each in (0.1, 0.25, 0.5, 1.0)]
+    assert importance_weights(old, [math.log(0.5)] * 4, 1.5, [0.5, 1.9]) == [0.0, 0.5, 1.0, 0.0]
+    assert importance_weights(old, [math.log(0.5)] * 4, 1.5, [0.4, 2.1]) == [0.0, 0.5, 1.0, 1.5]

@@ -5,11 +5,13 @@ The log-probs of engine and trainer agree for the weights before each step, howe
 reach the engine.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.rl.test_rl import furthest, held_out, learnt, lines, samples
+from tests.rl.test_rl import check_rows, furthest, go, held_out, learnt, lines, samples, thinking
+from tests.support.chats import say, text
 from tests.support.engine import ENVIRONMENT
 from tests.support.sets import write_set
 
@@ -81,6 +83,7 @@ def test_so_does_one_that_gets_adapters_alone(parts, pool, folder, model):
 HYBRIDS = {
     "dense": (2, {"mtp_layers": 1}, ["parallel.pp=2"]),
     "experts": (2, {"experts": 4}, ["parallel.ep=2"]),
+    "replayed": (2, {"experts": 4}, ["parallel.ep=2", "rl.replay_routing=true"]),
     "adapters": (1, {}, ["lora=default"]),
 }
 
@@ -89,14 +92,44 @@ HYBRIDS = {
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_an_engine_has_the_weights_of_gated_delta_nets(pool, folder, tiny, name, record_property):
     """Their heads are 64 wide, the least that vLLM takes. All weights reach the engine, experts and
-    fp32 decays among them; the head for drafts, which it does not load, does no harm."""
+    fp32 decays among them; the head for drafts, which it does not load, does no harm. Where tokens
+    go to the experts that it chose, it is as near as without experts."""
     world, more, keys = HYBRIDS[name]
     sizes = dict(family="qwen3_5", head_dim=32, linear_key_dim=64, linear_value_dim=64)
     path = tiny("bfloat16", from_scratch=True, **sizes, **more)
     faster = ["train.precision=bf16", "optim.lr=3e-2", "optim.eps=1e-8"]
     run = learnt(pool, world, folder, path, f"hybrid-{name}", *ENGINE, *faster, *keys)
     record_property("apart", [line["apart"] for line in lines(run, "rl")])
-    check(run, 3, tolerance=TOLERANCE_OF_EXPERTS if "experts" in more else TOLERANCE_BF16)
+    check(run, 3, tolerance=TOLERANCE_OF_EXPERTS if name == "experts" else TOLERANCE_BF16)
+    if name == "replayed":
+        assert all(0 < line["rerouted"] < 0.2 for line in lines(run, "rl"))
+
+
+GEMMA4 = {
+    "dense": (2, {}, ["parallel.pp=2"]),
+    "experts": (2, {"experts": 4}, ["parallel.ep=2"]),
+    "adapters": (1, {}, ["lora=default"]),
+}
+
+
+@pytest.mark.rotate(1)
+@pytest.mark.parametrize("name", GEMMA4)
+def test_an_engine_has_the_weights_of_gemma_4(pool, folder, tiny, tmp_path, name, record_property):
+    """Scalars of layers, a tied head, and keys that are values are among them. Its prompts are
+    text: pictures are refused on a CPU, before an engine starts."""
+    world, more, keys = GEMMA4[name]
+    path = tiny(family="gemma4", head_dim=32, from_scratch=True, **more)
+    records = [
+        {"messages": [say("user", text(f"{row}?")), say("assistant", "word")]} for row in range(7)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    words = [path, name, *ENGINE, "optim.lr=1e-2", *keys]
+    run = learnt(pool, world, tmp_path, *words)
+    record_property("apart", [line["apart"] for line in lines(run, "rl")])
+    check(run, 3, tolerance=TOLERANCE_OF_EXPERTS if more else TOLERANCE)
+    if name == "dense":
+        status, _, err = go(pool, world, folder, *words)
+        assert status != 0 and "the data" in err and "vLLM's attention on a CPU hides" in err
 
 
 def test_a_resumed_run_gives_its_engine_the_weights_that_it_has(pool, folder, model):
@@ -113,12 +146,32 @@ def test_samples_of_the_next_step_are_drawn_during_this_one(pool, folder, model)
     check(run, 4, behind=1)
 
 
-def test_an_environment_shows_pictures_to_an_engine(pool, folder, model):
+@pytest.mark.parametrize("adapters", [[], ["lora.rank=4"]], ids=["all weights", "adapters"])
+def test_updates_interrupt_the_samples_of_later_steps(pool, folder, model, adapters):
+    """A step ends while the answers of the next two are drawn, which may take longer than it
+    does."""
+    ahead = ["rl.off_policy_steps=2", "rl.interrupt=true", "rl.max_new_tokens=60", "train.steps=4"]
+    words = [*ENGINE, *ahead, *adapters, "data.eval=null"]
+    run = learnt(pool, 1, folder, model, f"interrupted{len(adapters)}", *words)
+    records = lines(run, "rl")
+    assert [line["step"] for line in records] == [1, 2, 3, 4]
+    for line in records:
+        assert line["behind"] <= line["behind_max"] <= min(line["step"] - 1, 2)
+    assert records[0]["apart"] < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["looks", "thinks"])
+def test_an_environment_shows_pictures_to_an_engine(pool, folder, model, name):
+    """Also where each turn is a row, because the template takes thoughts out of earlier turns."""
     tasks = Path(__file__).parents[1] / "support" / "rl_tasks.py"
     more = [f"rl.environment={tasks}:Looks", "rl.max_tokens=400"]
-    run = learnt(pool, 1, folder, model, "looks", *ENGINE, *more)
+    if name == "thinks":
+        model = thinking(model, folder / "thinks")
+    run = learnt(pool, 1, folder, model, name, *ENGINE, *more)
     check(run, 3)
     assert all(line["turns"] > 2 for line in lines(run, "rl"))
+    if name == "thinks":
+        check_rows(run)
 
 
 def test_a_teacher_in_an_engine_teaches_what_one_on_the_ranks_does(pool, folder, model, tiny):

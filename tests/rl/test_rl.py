@@ -51,23 +51,45 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tiny, tmp_path_factory) -> str:
-    """Return a random model that ends an answer after some tokens.
-
-    Other random models end one answer in 500. Here the end token's row of the head points in the
-    direction of most hidden states.
-    """
+    """Return a random model that ends an answer after some tokens. Others end one in 500."""
     folder = tmp_path_factory.mktemp("ends") / "model"
-    shutil.copytree(tiny(deepstack=1, from_scratch=True), folder)
+    return drawing_often(tiny(deepstack=1, from_scratch=True), folder, "<|im_end|>")
+
+
+def drawing_often(path: str, folder: Path, *tokens: str, strength: float = 5.0) -> str:
+    """Copy a random model, and let it draw these tokens often: their rows of the head point in the
+    direction of most hidden states."""
+    shutil.copytree(path, folder)
     hf = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         hidden = hf.model(torch.arange(20, 300).view(7, 40)).last_hidden_state.mean((0, 1))
-        end = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|im_end|>")
-        hf.lm_head.weight[end] = 5 * hidden / hidden.square().sum()
+        for token in AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(list(tokens)):
+            hf.lm_head.weight[token] = strength * hidden / hidden.square().sum()
     weights = load_file(folder / "model.safetensors")
     assert weights["lm_head.weight"].shape == hf.lm_head.weight.shape
     weights["lm_head.weight"] = hf.lm_head.weight.detach().clone()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
+
+
+def thinking(path: str, folder: Path) -> str:
+    """Copy a random model, with Qwen3.5's chat template, which takes thoughts out of earlier turns,
+    and let it think in some turns."""
+    shutil.copytree(path, folder / "template")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = (TASKS.parent / "templates" / "qwen3_5.jinja").read_text()
+    tokenizer.save_pretrained(folder / "template")
+    often = "<|im_end|>", "</think>"
+    return drawing_often(str(folder / "template"), folder / "model", *often, strength=7.0)
+
+
+def check_rows(run: Path) -> None:
+    """Check that each turn of an environment is a row, and that the model thinks in some turns."""
+    for line in lines(run, "rl"):
+        assert line["rows"] == line["turns"] == 3 and line["reread"] > 1.5
+    episodes = [each for line in samples(run) for each in line["episodes"]]
+    thoughts = ["</think>" in answer for each in episodes for answer in each["answers"][:2]]
+    assert {*thoughts} == {True, False}
 
 
 def words(folder: Path, model: str, run: str, *more: str) -> list[str]:
@@ -169,6 +191,8 @@ def test_every_layout_draws_and_learns_the_same(pool, folder, model, alone, name
         assert actual["reward"] == expected["reward"]
         assert actual["kl"] == pytest.approx(expected["kl"], rel=1e-3, abs=1e-7)
     assert held_out(run) == held_out(alone)
+    # The four answers to a picture are in one micro-batch, and the tower encodes it once.
+    assert {line["shared_patches"] for line in lines(alone, "step")} == {0.75}
 
 
 def held_out(run: Path) -> list[tuple[int, float]]:
@@ -317,6 +341,18 @@ def test_what_is_better_becomes_likelier(pool, folder, model, recipe):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 1.5  # measured: 3.4 to 4.2
 
 
+@pytest.mark.slow
+def test_gemma4_learns_from_its_own_samples(pool, folder, tiny):
+    """Its policy begins as its reference, and its answers get shorter."""
+    path = tiny(family="gemma4", layers=2, vision_depth=1, from_scratch=True)
+    more = [f"rl.reward={TASKS}:short", "train.steps=12", "rl.samples=8", "parallel.tp=2", *LEAN]
+    more += ["optim.lr=5e-3", "optim.eps=1e-8", "train.micro_batch_size=16"]
+    run = learnt(pool, 2, folder, path, "gemma4", *more)
+    kl, rewards = ([line[name] for line in lines(run, "rl")] for name in ("kl", "reward"))
+    assert abs(kl[0]) < 1e-7 < kl[2]
+    assert sum(rewards[-3:]) > sum(rewards[:3])
+
+
 @pytest.mark.full
 def test_prompts_that_are_alike_get_other_answers(pool, folder, model):
     record = json.loads((folder / "train.jsonl").read_text().splitlines()[0])
@@ -345,18 +381,13 @@ def test_a_run_resumes_bit_for_bit(pool, folder, model, alone):
 
 @pytest.mark.full
 def test_episodes_of_several_rows_resume_bit_for_bit(pool, folder, model):
-    """Qwen3.5's template takes thoughts out of earlier turns, so that each turn is a row."""
-    forgetting = folder / "forgetting"
-    shutil.copytree(model, forgetting)
-    template = Path(__file__).parents[1] / "support" / "templates" / "qwen3_5.jinja"
-    shutil.copyfile(template, forgetting / "chat_template.jinja")
+    forgetting = thinking(model, folder / "forgetting")
     more = [*LOOKS, "parallel.pp=2", "checkpoint.every=1"]
-    whole = learnt(pool, 2, folder, str(forgetting), "rows", *more)
-    learnt(pool, 2, folder, str(forgetting), "rows-resumed", *more, "train.steps=1")
-    resumed = learnt(pool, 2, folder, str(forgetting), "rows-resumed", *more)
+    whole = learnt(pool, 2, folder, forgetting, "rows", *more)
+    learnt(pool, 2, folder, forgetting, "rows-resumed", *more, "train.steps=1")
+    resumed = learnt(pool, 2, folder, forgetting, "rows-resumed", *more)
     assert furthest(whole, resumed) == 0 and samples(whole) == samples(resumed)
-    for line in lines(whole, "rl"):
-        assert line["rows"] == line["turns"] == 3 and line["reread"] > 1.5
+    check_rows(whole)
 
 
 def stopped_after_a_step(given: list[str], metrics: Path) -> int:
@@ -478,6 +509,10 @@ REFUSED = {
     "rl.temperature=0": "rl.temperature=0",
     "engine.name=vllm": "engine.python is not set, and engine.name=vllm",
     "rl.off_policy_steps=1": "give engine.name=vllm",
+    "rl.mask_weight=[0.5,5]": "only the tokens of engines have; give engine.name=vllm",
+    "rl.mask_weight=[1.5,5]": "give [low, high] with low below 1 and high above 1",
+    "rl.mask_weight=[0.5]": "such as [0.5,5]",
+    "rl.interrupt=true": "rl.interrupt=true interrupts nothing",
     "rl.updates=4": "rl.updates=4 exceeds train.global_batch_size=3",
     "engine.python=/usr/bin/python3": "starts no engine",
     "rl.los=ppo": "rl.loss",

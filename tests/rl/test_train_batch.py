@@ -14,30 +14,43 @@ import pytest
 import torch
 
 from megatron_vlm.config.data_sources import parse_sources
-from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, RlConfig, TrainConfig
+from megatron_vlm.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RlConfig,
+    TeacherConfig,
+    TrainConfig,
+)
+from megatron_vlm.config.teachers import SELF
+from megatron_vlm.data.batches.balance import RowSize
+from megatron_vlm.data.batches.collate import collate
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.tokens.completions import Completion
-from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.rl.completion_requests import EngineQueue, LockstepQueue
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner, seed_of
+from megatron_vlm.rl.policy_update import within_limit
 from megatron_vlm.rl.rollouts import next_prompts
 from megatron_vlm.rl.teacher_checks import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import (
     TrainBatch,
     TrainRow,
+    _size,
     make_train_batch,
     train_batch_from_bytes,
     train_batch_to_bytes,
 )
+from megatron_vlm.rl.views import is_drawn, of_teacher
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 from tests.support.chats import picture, say, text
 from tests.support.error_fields import raises
-from tests.support.rl_tasks import Looks
+from tests.support.rl_tasks import Looks, closer
 
 TASKS = Path(__file__).parents[1] / "support" / "rl_tasks.py"
 SAMPLES = 3
@@ -90,13 +103,16 @@ def table_of(cfg: Config) -> EpisodeRunner:
         kind="prompt",
     )
     assert isinstance(data, DataSet)
-    return EpisodeRunner(cfg, data, RewardPool(RewardSettings.from_config(cfg.rl, 1)))
+    views = None if cfg.teacher.view is None else RewardPool(RewardSettings.of_view(cfg, 1))
+    return EpisodeRunner(cfg, data, RewardPool(RewardSettings.from_config(cfg.rl, 1)), views)
 
 
 def opened(cfg: Config) -> Iterator[EpisodeRunner]:
     episode_runner = table_of(cfg)
     yield episode_runner
-    episode_runner.reward_pool.close()
+    for pool in (episode_runner.reward_pool, episode_runner.views):
+        if pool is not None:
+            pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +136,10 @@ def completion(episode_runner: EpisodeRunner, seed: int, ended: str = "stop") ->
     ids = episode_runner.tokenizer(ANSWERS[seed % len(ANSWERS)]).input_ids
     ids += [episode_runner.dialogues[0].end_id] * (ended == "stop")
     return Completion(tuple(ids), tuple(-1.0 - place / 64 for place in range(len(ids))), ended)
+
+
+def with_view(cfg: Config, name: str) -> Config:
+    return replace(cfg, teacher=TeacherConfig(SELF, view=f"{TASKS}:{name}"))
 
 
 def play(episode_runner: EpisodeRunner, ended: str = "stop") -> list[Group]:
@@ -200,8 +220,7 @@ def test_a_row_of_several_turns_is_that_of_the_conversation(folder, model, looks
         ends = [looks.dialogues[0].end_id] * (ended == "stop")
         assert each.row.labels_S[drawn_S].tolist() == [i for own in ids for i in [*own, *ends]]
         log_probs = [-1.0 - place / 64 for own in ids for place in range(len(own) + len(ends))]
-        assert each.sampler_log_probs_S[drawn_S].tolist() == log_probs
-        assert (each.sampler_log_probs_S[~drawn_S] == 0).all()
+        assert each.sampler_log_probs_N.tolist() == log_probs
 
 
 def test_an_episode_ends_before_it_outgrows_its_limit(looks):
@@ -237,6 +256,66 @@ def test_pictures_travel_once(letters):
     for one, other in zip(again.rows, train_batch.rows, strict=True):
         assert one.row.ids_S.equal(other.row.ids_S) and same_pictures(one.row, other.row)
         assert (one.advantage, one.weight) == (other.advantage, other.weight)
+
+
+def test_a_teacher_sees_its_view_before_what_was_drawn(folder, model):
+    """Each record has a view of its own, or none. The drawn tokens are not those that their text
+    would have, and travel as they are."""
+    cfg = with_view(config(folder, model, reward=f"{TASKS}:letters"), "closer")
+    for runner in opened(cfg):
+        groups = play(runner)
+        episodes = [each for group in groups for each in group.episodes]
+        letters = [token for letter in "red" for token in runner.tokenizer(letter).input_ids]
+        for episode in episodes:
+            [segment] = episode.segments
+            start = len(segment.ids) - segment.drawn
+            segment.ids[start:] = letters
+            segment.log_probs[start:] = [-1.0] * len(letters)
+        train_batch = train_batch_from_bytes(
+            data := train_batch_to_bytes(train_batch_of(runner, groups, 2))
+        )
+        for episode, each in zip(episodes, train_batch.rows, strict=True):
+            [*_, record] = records(folder)[: episode.group + 1]
+            seen = of_teacher(each)
+            assert seen.labels_S[is_drawn(seen)].tolist() == letters
+            if (view := closer(record)) is None:
+                assert each.teacher == -1 and seen is each.row and record["solution"] == 2
+                continue
+            expected = whole(folder, model, [*view, say("assistant", "red")])
+            opening = expected.ids_S[: len(seen.ids_S) - len(letters)].tolist()
+            assert seen.ids_S.tolist() == opening + letters and each.teacher == 0
+            assert opening[-1] != letters[0] and same_pictures(seen, expected)
+        views = {id(p): p for each in train_batch.rows if (p := each.teacher_prompt) is not None}
+        pixels = {id(each.pixel_values_PC): each.pixel_values_PC for each in views.values()}
+        assert len(pixels) == 2 and sum(each.nbytes for each in pixels.values()) < len(data)
+
+
+def test_a_micro_batch_of_longer_views_is_divided():
+    """One that is within the limit, and one without a limit, stay in their order."""
+    lengths = [9, 4, 31, 8, 30]
+    rows = {n: Row(torch.zeros(length), torch.zeros(length)) for n, length in enumerate(lengths)}
+    numbers = list(rows)
+    assert within_limit(numbers, rows, None) == within_limit(numbers, rows, 155) == [numbers]
+    assert within_limit(numbers, rows, 62) == [[1, 3], [0], [4, 2]]
+    assert within_limit(numbers, rows, 30) == [[1, 3], [0], [4], [2]]
+
+
+WRONG_VIEWS = {
+    "failing": dict(key="teacher.view", problem_has="raised ValueError: no such crop at "),
+    "answered": dict(key="teacher.view", problem_has="ends with an answer"),
+    "unread": dict(problem_has="missing.png"),
+    "long": dict(key="data.max_tokens", found=200),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_VIEWS)
+def test_a_wrong_view_is_refused_before_anything_is_drawn(folder, model, name):
+    cfg = with_view(config(folder, model, reward=f"{TASKS}:letters"), name)
+    cfg = replace(cfg, data=replace(cfg.data, max_tokens=200, truncation="image_safe"))
+    for runner in opened(cfg):
+        with raises(DataError, **WRONG_VIEWS[name]) as raised:
+            play(runner)
+        assert f"{folder / 'train.jsonl'}" in raised.value.place
 
 
 def test_what_is_asked_together_does_not_depend_on_how_long_rewards_take():
@@ -312,6 +391,51 @@ def test_updates_divide_the_prompts(letters):
     assert rows == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
 
     assert [update.figures.samples for update in train_batch.updates] == [6, 3]
+
+
+def test_answers_to_a_prompt_share_a_micro_batch_and_its_pictures(letters):
+    """Three answers to a prompt, in micro-batches of two: two of them are kept together."""
+    [update] = (batch := train_batch_of(letters, play(letters), 1)).updates
+    pixels = [each.row.pixel_values_PC for each in batch.rows]
+    groups = [group for share in update.plan for group in share]
+    assert sorted(row for group in groups for row in group) == list(range(9))
+    for first in (0, 3):
+        pairs = [group for group in groups if pixels[group[0]] is pixels[first]]
+        assert 2 in {sum(pixels[row] is pixels[first] for row in group) for group in pairs}
+    assert update.figures.patches == 3 * (len(pixels[0]) + len(pixels[3]))
+    assert update.figures.shared_patches == len(pixels[0]) + len(pixels[3])
+    work = letters.data.work
+    once = sum(_size(batch.rows[row].row, work).visuals[0].cost for row in (0, 3))
+    whole = sum(_size(each.row, work).cost for each in batch.rows)
+    assert update.figures.work == pytest.approx(whole - once) and once > 0.05 * whole
+
+
+def test_turns_share_the_pictures_that_came_before_them(looks):
+    """Each episode has pictures of its own after those of the prompt, and all travel once."""
+    groups = play(looks)
+    shown = [row for group in groups for each in group.episodes for row in each.shown]
+    bytes_once = sum({id(r): r.pixel_values_PC.nbytes for r in shown if r.has_media}.values())
+    sent = train_batch_to_bytes(train_batch_of(looks, groups, 1))
+    assert bytes_once < len(sent) < 1.5 * bytes_once
+    batch = train_batch_from_bytes(sent)
+    tokens = looks.data.readers[0].tokens
+    placed = [place_row(each.row, tokens, "row") for each in batch.rows[:SAMPLES]]
+    first = groups[0].episodes[0].shown[0]
+    own = [row for each in groups[0].episodes for row in each.shown[1:]]
+    found = collate(placed, range(SAMPLES))
+    assert found.image_grid_I3.tolist() == [
+        *first.image_grid_I3.tolist(),
+        *[grid for row in own for grid in row.image_grid_I3.tolist()],
+    ]
+    assert found.pixel_values_PC.equal(torch.cat([r.pixel_values_PC for r in (first, *own)]))
+    assert found.visual_of_O.tolist() == [0, 1, 2, 0, 3, 4, 0, 5, 6]
+    sizes = [_size(each.row, looks.data.work) for each in batch.rows[:SAMPLES]]
+    assert [len(size.visuals) for size in sizes] == [3] * SAMPLES
+    together = RowSize.of_rows(sizes)
+    assert together.patches == len(found.pixel_values_PC)
+    # Pixels that replace those of a row are shown, and not the parts that it had.
+    grey = replace(placed[0].row, pixel_values_PC=torch.zeros_like(placed[0].row.pixel_values_PC))
+    assert not collate([place_row(grey, tokens, "row")], [0]).pixel_values_PC.any()
 
 
 def test_ids_that_a_teacher_has_no_row_for_are_refused():

@@ -13,11 +13,13 @@ import queue
 import random
 import re
 import socket
+import sqlite3
 import stat
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from megatron_vlm.config import load_config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.serve.http import json_web_tokens
 from megatron_vlm.serve.http.api_keys import ApiKeys, add_key
 from megatron_vlm.serve.http.app import make_app
 from megatron_vlm.serve.http.context import ResultWaiters
@@ -67,6 +70,7 @@ class Service:
     journal: Journal
     engine: StandIn
     server: FrontServer
+    app: FastAPI
 
     def post(self, path, value=None, status=200, **more) -> Any:
         answer = self.http.post(f"/api/v1/{path}", json={} if value is None else value, **more)
@@ -132,16 +136,19 @@ def stop(server):
 
 
 @contextlib.contextmanager
-def served(run, limits=QUICK, keys=None, hold=(), journal=None, facts=FACTS, **options):
+def served(
+    run, limits=QUICK, keys=None, hold=(), journal=None, facts=FACTS, adapters=None, **options
+):
     with contextlib.ExitStack() as stack:
         if journal is None:
             journal = stack.enter_context(opened(run, **options))
         engine = stack.enter_context(StandIn(journal, hold))
-        server = FrontServer(make_app(journal, limits, keys, facts, {"engine_busy": 0.5}))
+        app = make_app(journal, limits, keys, facts, {"engine_busy": 0.5}, adapters=adapters)
+        server = FrontServer(app)
         url = f"http://127.0.0.1:{server.start()}"
         stack.callback(stop, server)
         http = stack.enter_context(httpx.Client(base_url=url, timeout=60))
-        yield Service(url, http, journal, engine, server)
+        yield Service(url, http, journal, engine, server, app)
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +207,11 @@ def test_a_model_is_made_trained_and_described(service):
     info = service.post("get_info", {"model_id": model})
     assert (info["model_data"]["model_name"], info["lora_rank"]) == ("tiny/model", 8)
     run = service.get(f"training_runs/{model}")
-    assert (run["training_run_id"], run["is_lora"], run["model_owner"]) == (model, True, "local")
+    assert (run["training_run_id"], run["is_lora"], run["model_owner"]) == (
+        model,
+        True,
+        "tml:organization_user:local",
+    )
 
 
 def test_packed_requests_are_unpacked(service):
@@ -360,6 +371,204 @@ def test_downloads_are_for_who_knows_the_address_and_end(tmp_path):
         assert httpx.get(urls["sub/a b#.json"]).status_code == 404
 
 
+def test_sessions_and_checkpoints_are_found(tmp_path):
+    with served(tmp_path) as service:
+
+        def found(what, id_name, limit=50, **fields):
+            """Return the ids of all pages."""
+            ids, cursor = [], None
+            while True:
+                value = {**fields, "limit": limit, **({"cursor": cursor} if cursor else {})}
+                page = service.post(f"{what}/search", value)
+                assert len(page[what]) == limit or page["next_cursor"] is None
+                ids += [each[id_name] for each in page[what]]
+                if (cursor := page["next_cursor"]) is None:
+                    return ids
+
+        made = [
+            service.post(
+                "create_session", {"display_name": name, "user_metadata": {"n": str(n), "all": "a"}}
+            )["session_id"]
+            for n, name in enumerate(("Sums of Two", "sums", "Pictures", None, "two PICTURES"))
+        ]
+        newest = [*reversed(made)]
+        service.post(f"sessions/{made[0]}/finish", {"reason": {"type": "errored"}})
+        service.post(f"sessions/{made[1]}/finish", {"reason": {"type": "success"}})
+        sessions = partial(found, "sessions", "session_id")
+        finished = {"type": "client_finished"}
+        for fields, expected in (
+            ({}, newest),
+            ({"limit": 2}, newest),
+            ({"limit": 5}, newest),
+            ({"display_name": "pictures"}, [made[4], made[2]]),
+            ({"display_name": "Two sums"}, [made[0]]),
+            ({"display_name": "sums", "session_id": made[3]}, [made[3], made[1], made[0]]),
+            ({"session_id": "x"}, []),
+            ({"user_metadata": {"all": "a", "n": "3"}}, [made[3]]),
+            ({"user_metadata": {"all": "b"}}, []),
+            ({"statuses": [{"type": "active"}]}, newest[:3]),
+            ({"statuses": [finished]}, [made[1], made[0]]),
+            ({"statuses": [finished | {"reasons": ["errored"]}]}, [made[0]]),
+            ({"statuses": [{"type": "failed"}, {"type": "cancelled"}]}, []),
+            ({"owner": {"type": "user", "owner_urns": ["tml:organization_user:x"]}}, []),
+            ({"owner": {"type": "user", "owner_urns": ["tml:organization_user:local"]}}, newest),
+            ({"owner": {"type": "accessible"}, "project_ids": ["default"]}, newest),
+        ):
+            assert sessions(**fields) == expected, fields
+        for what, wrong in product(
+            ("sessions", "checkpoints"),
+            (
+                {"limit": 0},
+                {"limit": 201},
+                {"owner": {"type": "x"}},
+                {"project_ids": ["p"]},
+                {"cursor": {"last_created_at": "2026-01-01T00:00:00"}},
+                {"cursor": {"last_created_at": "x", "last_session_id": "y"}},
+                {"user_metadata": {"a": 1}},
+                {"statuses": [{"type": "x"}], "checkpoint_type": "x"},
+            ),
+        ):
+            service.post(f"{what}/search", wrong, 422)
+        model = service.model()
+        for seq, kind in enumerate(("save_weights", "save_weights_for_sampler") * 2, 1):
+            value = {"model_id": model, "seq_id": seq, "path": f"c{seq}"}
+            value["user_metadata"] = {"even": str(seq % 2 == 0)}
+            service.result(service.post(kind, value))
+        listed = [c["tinker_path"] for c in service.get("checkpoints")["checkpoints"]]
+        names = ["c4", "c3", "c2", "c1"]
+        assert [path.rpartition("/")[2] for path in listed] == names
+        checkpoints = partial(found, "checkpoints", "tinker_path")
+        for fields, expected in (
+            ({}, listed),
+            ({"limit": 3}, listed),
+            ({"checkpoint_type": "training"}, listed[1::2]),
+            ({"user_metadata": {"even": "True"}}, listed[::2]),
+            ({"base_models": ["tiny/model"]}, listed),
+            ({"base_models": ["other"]}, []),
+            ({"base_models": []}, []),
+        ):
+            assert checkpoints(**fields) == expected, fields
+        (summary,) = service.post("sessions/search", {"session_id": model.split(":")[0]})[
+            "sessions"
+        ]
+        assert (summary["checkpoints_count"], summary["checkpoint_storage_bytes"]) == (4, 40)
+
+
+def test_checkpoints_are_copied_and_counted(tmp_path):
+    with served(tmp_path, keep=JournalExpiry(released=-1)) as service:
+        model = service.model()
+        session = model.split(":")[0]
+        value = {"model_id": model, "seq_id": 1, "path": "mine", "user_metadata": {"a": "b"}}
+        path = service.result(service.post("save_weights", value))["path"]
+        (source,) = service.journal.checkpoints()
+        project = {"source_path": path, "destination_project_id": "p", "ttl_seconds": 3600}
+        retry = {"headers": {"X-Idempotency-Key": "1"}}
+        first = service.post("copy_weights", project, **retry)["tinker_path"]
+        assert service.post("copy_weights", project, **retry)["tinker_path"] == first
+        service.post("copy_weights", project | {"ttl_seconds": 7200}, 422, **retry)
+        place = {"source_path": path, "session_id": session, "model_seq_id": 7}
+        second = service.post("copy_weights", place)["tinker_path"]
+        assert second == f"tinker://{session}:train:7/weights/mine"
+        assert service.post("copy_weights", place)["tinker_path"] == second
+        for wrong, problem in (
+            (place | {"model_seq_id": 0}, "model_seq_id: the session has another run"),
+            (place | {"model_seq_id": None}, "session_id, model_seq_id: give both"),
+            (place | {"ttl_seconds": 0}, "ttl_seconds"),
+            (place | {"source_path": 5}, "source_path"),
+        ):
+            assert problem in service.post("copy_weights", wrong, 422)["error"]
+        other = {"headers": {"X-Tinker-Weights-Access-Token": "x"}}
+        assert "weights_access_token" in service.post("copy_weights", place, 422, **other)["error"]
+        service.post("copy_weights", place | {"source_path": path + "x"}, 404)
+        service.post("copy_weights", place | {"session_id": "x"}, 404)
+        copies = {c.path: c for c in service.journal.checkpoints()}
+        assert {c.folder for c in copies.values()} == {source.folder} and len(copies) == 3
+        assert copies[first].expires and not copies[second].expires
+        assert copies[second].user_metadata == {"a": "b"}
+        (usage,) = service.get("billing/usage/checkpoints/current")["data"]
+        sizes = usage["checkpoint_count"], usage["size_bytes"], usage["size_gigabytes"]
+        assert sizes == (3, 10, 1e-8)  # they share a folder
+        service.get("billing/usage/checkpoints/current?project_id=x", 422)
+        run = second.removeprefix("tinker://").split("/")[0]
+        assert service.get(f"training_runs/{run}")["lora_rank"] == 8
+        service.post("optim_step", a_step(run, 1), 404)
+        for each in (model, first.split("/")[2]):
+            url = f"/api/v1/training_runs/{each}/checkpoints/weights/mine"
+            service.checked(service.http.delete(url), 200)
+        service.post("unload_model", {"model_id": model})
+        service.journal.sweep()
+        load = {"session_id": session, "model_seq_id": 8, "path": second, "optimizer": True}
+        assert service.result(service.post("load_weights", load))["path"] == second
+
+
+def test_the_audit_log_has_what_happened_to_checkpoints(tmp_path):
+    with served(tmp_path) as service:
+        model = service.model()
+        session = model.split(":")[0]
+        value = {"model_id": model, "seq_id": 1, "path": "a"}
+        path = service.result(service.post("save_weights", value))["path"]
+        value |= {"seq_id": 2, "ttl_seconds": 3600}
+        out = service.result(service.post("save_weights_external", value))["path"]
+        checkpoint = f"training_runs/{model}/checkpoints"
+        service.get(f"{checkpoint}/external_weights/a/external_weights_urls")
+        copy = service.post("copy_weights", {"source_path": path})["tinker_path"]
+        new = {"session_id": session, "model_seq_id": 8, "path": path, "optimizer": True}
+        service.result(service.post("load_weights", new))
+        into = {"model_id": model, "seq_id": 3, "path": copy, "optimizer": True}
+        service.result(service.post("load_weights", into))
+        sampling = {"session_id": session, "sampling_session_seq_id": 0, "model_path": copy}
+        service.post("create_sampling_session", sampling)
+        service.http.put(f"/api/v1/{checkpoint}/weights/a/ttl", json={"ttl_seconds": 9})
+        service.http.delete(f"/api/v1/{checkpoint}/weights/a")
+        service.journal.set_expiry(copy, 1.0)
+        service.journal.sweep()
+        entries = service.get("audit")["entries"]
+        details = [each["event_details"] for each in entries]
+        assert [
+            (e["event"][len("checkpoint_"):], e["tinker_path"], d.get("purpose", d.get("reason")))
+            for e, d in zip(entries, details, strict=True)
+        ] == [
+            ("create", path, None),
+            ("create", out, None),
+            ("read", out, "download"),
+            ("create", copy, None),
+            ("read", path, "copy"),
+            ("read", path, "load"),
+            ("read", copy, "load"),
+            ("read", copy, "sample"),
+            ("update", path, None),
+            ("delete", path, "deleted"),
+            ("update", copy, None),
+            ("delete", copy, "expired"),
+        ]  # fmt: skip
+        times = [each["timestamp"] for each in entries]
+        assert times == sorted(times)
+        assert {each["model_id"] for each in entries} == {model, copy.split("/")[2]}
+        day = times[0][:10]
+        for query, count in (
+            ("event_type=checkpoints", len(times)),
+            ("event_type=teams", 0),
+            ("day=2020-01-01", 0),
+            ("day=2099-01-01", 0),
+            (f"event_type=all&day={day}", sum(each.startswith(day) for each in times)),
+        ):
+            assert len(service.get(f"audit?{query}")["entries"]) == count, query
+        for query in ("event_type=x", "day=yesterday", "day=2026-13-01"):
+            assert query.split("=")[0] in service.get(f"audit?{query}", 422)["error"]
+    with served(tmp_path, keep=JournalExpiry(events=0)) as service:
+        assert service.get("audit")["entries"] == entries  # also after a restart
+        service.journal.sweep()
+        assert service.get("audit")["entries"] == []
+    with sqlite3.connect(tmp_path / "journal.sqlite") as db:  # as an older program has written it
+        for kind in ("create", "delete", "update", "read"):
+            db.execute(f"DROP TRIGGER checkpoint_{kind}")
+        db.execute("DROP TABLE events")
+    with served(tmp_path) as service:
+        service.post("copy_weights", {"source_path": out})
+        events = [each["event"] for each in service.get("audit")["entries"]]
+        assert events == ["checkpoint_create", "checkpoint_read"]
+
+
 def test_sessions_are_heard_of_and_finished(service):
     made = service.post("create_session", {"tags": ["a"], "user_metadata": {"n": 1}})
     session = made["session_id"]
@@ -375,7 +584,7 @@ def test_sessions_are_heard_of_and_finished(service):
 
 
 def test_what_is_not_supported_is_said_by_name(service):
-    for path in ("copy_weights", "create_custom_loss", "auth/token", "retrieve_futures"):
+    for path in ("create_custom_loss", "sessions/x/project", "retrieve_futures"):
         assert f"/api/v1/{path}" in service.post(path, {}, 404)["detail"]
     for method, path in (("GET", "/x"), ("GET", "/api/v1/asample"), ("PATCH", "/api/v1/healthz")):
         answer = service.http.request(method, path)
@@ -535,6 +744,57 @@ def test_without_a_key_nothing_is_told(keyed):
         assert service.http.get("/", headers={"Authorization": bad}).status_code == 401
 
 
+def test_a_key_may_be_exchanged_for_a_token(keyed, monkeypatch):
+    service, keys, path = keyed
+    alice, bob = ({"X-API-Key": keys[name]} for name in ("alice", "bob"))
+    assert service.post("client/config", {}, headers=alice)["pjwt_auth_enabled"] is True
+    token = service.post("auth/token", {}, headers=alice)["jwt"]
+    head, body, signature = token.split(".")
+    claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+    assert claims.pop("exp") - claims.pop("iat") == 3600
+    owner = "tml:organization_user:alice"
+    assert claims == {"sub": owner, "org_id": "megatron-vlm", "email": ""}
+    model = service.model(**{"headers": {"X-API-Key": token}})
+    assert service.get(f"training_runs/{model}", headers=alice)["model_owner"] == owner
+    assert service.get("sessions", headers={"Authorization": f"Bearer {token}"})["sessions"]
+    service.get(f"training_runs/{model}", 404, headers=bob)
+    # A token is not exchanged for another, which would outlive its key.
+    service.post("auth/token", {}, 401, headers={"X-API-Key": token})
+    other = service.post("auth/token", {}, headers=bob)["jwt"].split(".")
+    none = base64.urlsafe_b64encode(b'{"alg": "none", "typ": "JWT"}').decode().rstrip("=")
+    for forged in (
+        f"{head}.{body}.{signature[:-2]}AA",
+        f"{head}.{body}.",
+        f"{none}.{body}.",
+        f"{none}.{body}.{signature}",
+        f"{head}.{other[1]}.{signature}",
+        f"{head}.{body}.{other[2]}",
+        "..",
+        "a.b.c",
+        f"{head}.bnVsbA.{signature}",
+        f"{head}.{body}.\u00e9",
+    ):
+        service_refuses(service, forged)
+    with monkeypatch.context() as later:
+        now = time.time
+        later.setattr(json_web_tokens.time, "time", lambda: now() + 3601)
+        service_refuses(service, token)
+    service.get("sessions", headers={"X-API-Key": token})
+    renewed = {"X-API-Key": add_key("alice", path)}  # the old key and its tokens end at once
+    service_refuses(service, token)
+    token = service.post("auth/token", {}, headers=renewed)["jwt"]
+    lines = path.read_text().splitlines(True)
+    path.write_text("".join(line for line in lines if "alice" not in line))
+    service_refuses(service, token)
+
+
+def service_refuses(service, token):
+    for headers in ({"X-API-Key": token.encode()}, {"Authorization": f"Bearer {token}".encode()}):
+        answer = service.http.get("/api/v1/sessions", headers=headers)
+        assert answer.status_code == 401, token
+        assert answer.headers["www-authenticate"] == 'Bearer error="invalid_token"'
+
+
 def test_what_belongs_to_another_key_is_not_there(keyed):
     service, keys, _ = keyed
     alice, bob = ({"headers": {"X-API-Key": keys[name]}} for name in ("alice", "bob"))
@@ -560,8 +820,19 @@ def test_what_belongs_to_another_key_is_not_there(keyed):
         ("weights_info", {"tinker_path": path}),
         ("session_heartbeat", {"session_id": session}),
         (f"sessions/{session}/finish", {}),
+        ("copy_weights", {"source_path": path}),
     ):
         service.post(name, value, 404, **bob)
+    for search in ("sessions", "checkpoints"):
+        for owner in ("own", "accessible", "user"):
+            urns = ["tml:organization_user:alice"]
+            value = {"owner": {"type": owner, "owner_urns": urns}}
+            found = service.post(f"{search}/search", value, **bob)[search]
+            assert found == [] or [each["session_id"] for each in found] == [own]
+            (there,) = service.post(f"{search}/search", value, **alice)[search]
+            assert path == there.get("tinker_path", path)
+    assert service.get("billing/usage/checkpoints/current", **bob) == {"data": []}
+    assert service.get("audit", **bob) == {"entries": []} != service.get("audit", **alice)
     run = f"training_runs/{model}"
     mine = f"{run}/checkpoints/weights/mine"
     others = (f"samplers/{sampler}", f"sessions/{session}", f"{mine}/external_weights_urls")
@@ -887,6 +1158,13 @@ def test_nothing_that_is_sent_keeps_the_server_from_answering(service):
         "cancel_future": {"request_id": "asample-1"},
         "weights_info": {"tinker_path": f"tinker://{model}/weights/a"},
         "get_info": {"model_id": model},
+        "sessions/search": {"statuses": [{"type": "client_finished", "reasons": ["success"]}],
+                            "cursor": {"last_created_at": "2026-01-01T00:00:00Z",
+                                       "last_session_id": session}},
+        "checkpoints/search": {"user_metadata": {"a": "b"}, "base_models": ["tiny"]},
+        "copy_weights": {"source_path": f"tinker://{model}/weights/a", "session_id": session,
+                         "model_seq_id": 9},
+        "auth/token": {},
     }  # fmt: skip
     statuses = set()
     for _ in range(40):

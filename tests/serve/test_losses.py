@@ -25,13 +25,14 @@ from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
-from tests.support.batches import token_ids
+from tests.support.batches import Ids, token_ids
 from tests.support.error_fields import raises
 from tests.support.reference import load_reference, row_logits
 from tests.support.runs import call, collect_grads
 from tests.support.serve_requests import (
     Chunks,
     around,
+    ids_in,
     picture,
     request,
     row_of,
@@ -120,18 +121,19 @@ LAYOUTS = {
     "pp2": (layout(pp=2), {}),
     "dp2": (layout(dp=2), {}),
     "experts": (layout(dp=2, ep=2), EXPERTS),
+    "gemma4-tp2": (layout(tp=2), dict(family="gemma4", sliding_window=8, from_scratch=True)),
 }
 
 
 @cache
-def prompts() -> list[Chunks]:
+def prompts(ids: Ids) -> list[Chunks]:
     """Return text, pictures of odd sizes, and two pictures at once, not sorted by length."""
     one, two = picture(70, 45, 1), picture(130, 60, 2, "jpeg")
     return [
         [[1, 2, 3, 4, 5]],
-        [[7], *around(one), [8, 9, 10]],
+        [[7], *around(one, ids), [8, 9, 10]],
         [[3, 3, 3]],
-        [*around(two), [11], *around(one), [12, 13]],
+        [*around(two, ids), [11], *around(one, ids), [12, 13]],
         [[20, 21], [22, 23, 24, 25, 26]],
     ]
 
@@ -140,7 +142,7 @@ def data_for(path: str, several: bool) -> list[tuple[Chunks, dict[str, Any]]]:
     """Return data with old log-probs near the model's, so that clipping changes some tokens."""
     model, random = load_reference(path), np.random.default_rng(5)
     data: list[tuple[Chunks, dict[str, Any]]] = []
-    for place, chunks in enumerate(prompts()):
+    for place, chunks in enumerate(prompts(ids_in(path))):
         row = row_of(chunks, path)
         shape = (len(row.ids_S), 1 + place % 3) if several else (len(row.ids_S),)
         targets = random.integers(0, VOCAB, shape)
@@ -182,7 +184,9 @@ def of_request(worker: MegatronWorker, bodies: list[bytes]) -> list[Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.full if name == "pp2" else pytest.mark.slow)
+        pytest.param(
+            name, marks=pytest.mark.full if name in ("pp2", "gemma4-tp2") else pytest.mark.slow
+        )
         for name in LAYOUTS
     ],
 )

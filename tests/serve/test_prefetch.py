@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vlm.config.schema import Config, ParallelConfig, TrainConfig
+from megatron_vlm.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
@@ -96,6 +96,12 @@ def test_pixels_of_a_request_are_counted_before_one_is_decoded(reader):
         read_batch(request("m", 1, data[:1] + long, "cross_entropy"), few, 1)
 
 
+def test_pictures_are_resized_as_the_configuration_says(tiny, reader):
+    path, data = tiny(), DataConfig(max_pixels=PIXELS // 4)
+    small = RowReader(replace(Config(), data=data), path, HFCheckpoint(path, ()).sizes)
+    assert reader.images.grid(256, 256) == (1, 16, 16) and small.images.grid(256, 256) == (1, 8, 8)
+
+
 def test_what_waits_has_few_pixels_and_an_error_none(journal, reader):
     shown = picture(256, 256, 0)
     for seq, pictures in enumerate([[shown] * 2, [shown] * 2, [shown, cut(shown)], []]):
@@ -154,3 +160,12 @@ def test_a_process_that_dies_of_what_it_reads_has_made_an_attempt(tmp_path):
     result = journal.result(deadly.request_id)
     assert result is not None and isinstance(result.outcome, Failure)
     journal.close()
+
+
+def test_a_sample_whose_client_has_gone_is_refused_alone(journal, reader):
+    """Others of its turn are drawn: only a refusal concerns one request."""
+    promise = journal.accept(asample(1, [picture(32, 32, 1)]))
+    [call] = journal.next_calls(1)
+    journal.drop_sample(promise.request_id, call.key)
+    with raises(RequestError, place=call.request_id, problem_has="no longer kept"):
+        prefetcher(journal, reader, PIXELS).take(call)

@@ -6,17 +6,22 @@ and with its losses (losses.py)."""
 import json
 import os
 import re
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.serve.http.api_keys import ApiKeys, add_key
 from megatron_vlm.serve.http.app import make_app
 from megatron_vlm.serve.http.http_server import FrontServer
 from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.journal.accept import Bounds
+from tests.data.test_qwen3_5_templates import TEMPLATES, join_newlines
+from tests.support.batches import token_ids
+from tests.support.chats import FAMILY_CHATS
 from tests.support.fake_calls import FACTS, StandIn, opened
 from tests.support.pool import free_port
 from tests.support.recipes import Cookbook
@@ -105,6 +110,22 @@ def test_its_checkpoints(seen):
     assert seen["loaded_step"] == {"lr:mean": 1e-4}
 
 
+def test_its_searches_copies_and_reports(seen):
+    owner = "tml:organization_user:laptop"
+    assert seen["whoami"] == [owner, "tml:organization:megatron-vlm", None]
+    assert seen["copies"] == ["weights/step-1"] * 2
+    copy = ["client_finished", "success", 1]
+    assert sorted(seen["searched"]) == [["active", "", 2], copy, copy]
+    assert seen["usage"] == [4, 20, "laptop"]
+    assert seen["audit"] == [
+        ["checkpoint_create", None],
+        ["checkpoint_update", None],
+        ["checkpoint_read", "load"],
+        *[["checkpoint_read", "copy"]] * 2,
+    ]
+    assert seen["audit_at_another_time"] == [0, 0]
+
+
 def test_its_samples(seen):
     assert seen["samples"] == [2] and seen["sequence"] == [[1, 2, 3], [-0.25] * 3, "stop"]
     assert seen["prompt"] == [None, -0.5, -0.5, -0.5]
@@ -112,8 +133,7 @@ def test_its_samples(seen):
 
 
 def test_it_leaves_nothing_behind(seen):
-    ((key, finished),) = seen["sessions_there"]
-    assert key == "laptop" and finished is not None
+    assert all(key == "laptop" and end is not None for key, end in seen["sessions_there"])
     assert seen["waiting"] == [] and seen["contradictions"] == 0
 
 
@@ -140,3 +160,55 @@ def test_losses_of_the_client_and_sparse_targets(tiny, tmp_path):
     assert sparse == dense and len(sparse) == 5
     asked = [(r, c) for r in range(5) for c in range(4) if sparse[r][c] < -1]
     assert asked == [(1, 2), (4, 0), (4, 3)]
+
+
+# Chats whose thoughts or calls the cookbook writes otherwise than the released template does.
+OTHERWISE = (
+    "call without words,",  # it escapes the letters of lists
+    "pictures,",  # it keeps the newlines at the end of thoughts
+    "no answer to a tool,",  # it forgets thoughts before results of tools
+    "a spelled answer of a tool,",  # it takes this for a question
+)
+RENDERERS = {"qwen3_5": {}, "qwen3_5_disable_thinking": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+def test_the_cookbooks_renderer_of_qwen3_5_makes_our_tokens(name, tiny, tmp_path):
+    """Prompts, whole chats, and the tokens of the last answer that are trained."""
+    path = tmp_path / "model"
+    shutil.copytree(tiny(family="qwen3_5"), path)
+    shutil.copyfile(TEMPLATES / "qwen3_5.jinja", path / "chat_template.jinja")
+    join_newlines(path / "tokenizer.json")
+    chats = {
+        title: chat
+        for title, chat in FAMILY_CHATS.items()
+        if not title.startswith(OTHERWISE) and "video" not in title and "two parts" not in title
+    }
+    if RENDERERS[name]:  # it refuses answers with thoughts
+        chats = {t: chat for t, chat in chats.items() if "reasoning_content" not in str(chat)}
+    assert len(chats) >= 10
+    (tmp_path / "chats.json").write_text(json.dumps(list(chats.values())))
+    words = [f"{PROGRAMS}/renderers.py", str(path), name, str(tmp_path / "chats.json")]
+    found = json.loads(run_client(*words, PYTHONPATH="", HF_HUB_OFFLINE="1").splitlines()[-1])
+    reader = RowMaker(str(path), train_on="last_assistant", template_kwargs=RENDERERS[name]).reader
+    wholes = 0
+    for (title, chat), theirs in zip(chats.items(), found, strict=True):
+        asked = chat["messages"][: len(chat["messages"]) - ("ids" in theirs)]
+        prompt = reader.encode({**chat, "messages": asked}, title, prompt=True)
+        assert without_pictures(prompt) == theirs["prompt"], title
+        # The two newlines of an empty block are one token, and the cookbook's are two.
+        is_empty = not RENDERERS[name] and "reasoning_content" not in chat["messages"][-1]
+        if "ids" in theirs and not is_empty:
+            whole = reader.encode(chat, title)  # it ends with a newline, which they leave out
+            assert without_pictures(whole)[:-1] == theirs["ids"], title
+            # In chats with pictures the cookbook trains the end of the prompt, too.
+            begins, weights = len(prompt.ids_S), enumerate(theirs["trained"])
+            trained = [weight > 0 and place >= begins for place, weight in weights]
+            assert whole.trained_S.tolist()[:-1] == trained, title
+            wholes += 1
+    assert wholes >= 4
+
+
+def without_pictures(sample):
+    image = token_ids().image
+    return [-1 if token == image else token for token in sample.ids_S.tolist()]

@@ -4,6 +4,7 @@ with all weights and with adapters; chats; and sums by reinforcement. At any lay
 the same, those of plain Hugging Face."""
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from megatron_vlm.commands.demo.pictures import COLOURS
-from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
+from megatron_vlm.commands.demo.tiny_model import write_tiny
+from megatron_vlm.family.tiny import TinySpec
 from tests.support.pool import free_port
-from tests.support.recipes import Cookbook, Trained, write_pictures, write_sums
+from tests.support.recipes import ROOT, Cookbook, Trained, write_pictures, write_sums
 from tests.support.serve_client import served
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine("tinker")]
@@ -106,6 +108,19 @@ def test_adapters_learn_other_words(classifier: Classifier, tmp_path: Path, reco
     record_property("accuracy", accuracy)
     assert trained.of("accuracy")[0] < 0.2
     assert accuracy >= WANTED
+
+
+def test_a_model_learns_colours_from_rewards(base: str, tmp_path: Path, record_property):
+    """A program with the public client alone. A standard error of 200 held-out pictures is 3 % at a
+    guess of four colours. Measured: 0.08 before and 1.0 after it."""
+    with served(base, tmp_path / "run", free_port(), ROWS) as running:
+        book = Cookbook(running.url, tmp_path, base)
+        numbers = ["--rank=0", "--side=64", "--words=30", "--learning-rate=1e-3"]
+        said = book.script(str(ROOT / "scripts" / "rl" / "tinker_colours.py"), base, *numbers)
+    before, after = map(float, re.findall(r"^held out: (.*)$", said, re.MULTILINE))
+    record_property("rewards", [before, after])
+    assert before < 0.4
+    assert after >= WANTED
 
 
 @dataclass(frozen=True)

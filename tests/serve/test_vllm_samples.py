@@ -327,6 +327,32 @@ def test_what_a_client_cancels_is_not_drawn_on(desk):
     until(lambda: not desk.engine_sampling.tasks and not desk.engine_sampling.admission.inside)
 
 
+def test_tokens_are_told_while_they_are_drawn(desk):
+    """To those who want them, each to its own request, and to nobody who has gone."""
+    heard: dict[str, list[Any]] = {}
+
+    def hear(call: Call, pieces: Any) -> None:
+        heard.setdefault(call.request_id, []).append(pieces)
+
+    desk.engine_sampling.hear = hear
+    base, stream = desk.sampler(), {"stream_tokens": True}
+    first = desk.ask(base, HELD, 1, n=2, more=dict(stream))
+    until(lambda: first in heard)
+    [[one], [two]] = drawn_by(1, 2)[0][:1], drawn_by(1, 2)[1][:1]
+    assert heard == {first: [[[0, [one]], [0, [two]]]]}
+    silent = desk.ask(base, HELD, 2)
+    gone = desk.ask(base, HELD, 3, more=dict(stream))
+    until(lambda: len(heard.get(first, [])) == 2 and gone in heard)
+    assert heard[first][1] == [[1, [one + 1]], [1, [two + 1]]]
+    assert desk.journal.cancel(gone, "local")
+    until(lambda: gone not in desk.engine_sampling.tasks)
+    last = desk.ask(base, HELD, 4, more=dict(stream))
+    until(lambda: last in heard)
+    desk.release()
+    assert [desk.answer(each) for each in (first, silent)] == [drawn_by(1, 2), drawn_by(2)]
+    assert len(heard[gone]) == 1 and silent not in heard
+
+
 def test_mistakes_are_the_clients(desk):
     sampler = desk.sampler()
     for said, ids, params in (

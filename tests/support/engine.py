@@ -14,9 +14,9 @@ from typing import Any
 
 import PIL.Image
 
-from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.prompts import seen_by_trainer
+from megatron_vlm.family.qwen.images import ImageSettings
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-vllm"

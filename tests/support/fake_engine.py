@@ -5,18 +5,22 @@ SERVE.
 The ids of an answer are its seed, the engine's version and its process id. The log-prob is the
 number of the weights that the engine got last, combined with those of the adapter that the request
 names. With the option `vocab` the ids lie in the vocabulary: one from the seed, and three from that
-number. The file `asked` gets a line for each request.
+number. With the option `experts`, their number and that of a token, the answers have the experts of
+`experts_of`; the option `fault` spoils them. The file `asked` gets a line for each request.
 
 The first id of a prompt selects the answer. For HELD it comes once the file `release` of the
-options exists; for SLOW it comes after a while. For DEADLY the engine dies; for DEADLY_ONCE it dies
-only the first time. If the environment variable REPLAYS is set to a folder, the answers come from
-there: see tests/commands/test_agree_command.py. The environment variable STAND_IN_OPTIONS has
-further options, as JSON.
+options exists, and its first tokens are those of the weights that the engine had before. A streamed
+request is told the first one at once, and the second one when another such request comes. For SLOW
+it comes after a while. For DEADLY the engine dies; for DEADLY_ONCE it dies only the first time. If
+the environment variable REPLAYS is set to a folder, the answers come from there: see
+tests/commands/test_agree_command.py. The environment variable STAND_IN_OPTIONS has further options,
+as JSON.
 """
 
 import array
 import hashlib
 import json
+import mmap
 import os
 import queue
 import sys
@@ -40,6 +44,11 @@ def ids_of(number: int, vocab: int) -> list[int]:
     return [number // vocab**place % vocab for place in range(3)]
 
 
+def experts_of(token: int, position: int, layer: int, experts: int, top_k: int) -> list[int]:
+    """Return the experts of a token in a hidden layer."""
+    return [(token + 3 * position + 5 * layer + place) % experts for place in range(top_k)]
+
+
 def contents(folder: str) -> bytes:
     """Return the weights of a folder, or the folder's name if it has none."""
     files = sorted(Path(folder).glob("*.safetensors"))
@@ -52,6 +61,12 @@ def replay_of(prompt: list[int]) -> str:
     return hashlib.sha1(json.dumps(prompt).encode()).hexdigest()
 
 
+def shared_file(handle: str) -> mmap.mmap:
+    """Return memory of a stand-in of a GPU: a file of the trainer, by its path."""
+    with open(bytes.fromhex(handle), "r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
 class StandIn:
     def __init__(self, link: Any) -> None:
         self.link, self.version, self.number, self.first = link, 0, 0, ""
@@ -59,6 +74,8 @@ class StandIn:
         self.slow: list[tuple[float, dict[str, Any]]] = []
         self.options: dict[str, Any] = {}
         self.scores = 0
+        self.memory, self.arriving = mmap.mmap(link.buffer_file, 0), None
+        self.layers: list[int] = []
 
     def run(self) -> None:
         while True:
@@ -81,30 +98,42 @@ class StandIn:
 
     def handle(self, message: dict[str, Any]) -> None:
         number, do = message["id"], message["do"]
+        if do in ("start_weights", "folder", "adapt"):
+            self.interrupt()
         if do == "load":
-            self.first = message["folder"]
-            if not self.load(**message["options"]):
+            self.first, self.layers = message["folder"], message["routing_layers"]
+            if self.load(**message["options"]):
+                self.link.answer(number, self.options.get("gpus", []))
+            else:
                 self.link.refuse(number, self.options["fail"])
-                return
+            return
         elif do in ("sample", "score"):
             self.sample(message)
             return
         elif do == "abort":
             self.held = [each for each in self.held if each["id"] != number]
             return
-        elif self.held:
-            self.link.refuse(number, "AssertionError: an update comes when nothing is asked")
+        elif do == "piece":
+            self.piece(number, message["parts"])
             return
-        elif do == "stream_weights":
-            self.number = 0
-            while (tensor := self.link.next_tensor()) is not None:
-                if tensor[0]["name"] == self.options.get("refused"):
-                    self.link.refuse(number, "ValueError: no such tensor")
-                    return
-                self.number = number_of(bytes(tensor[1]), self.number)
+        elif do == "start_weights":
+            memory = shared_file(message["handle"]) if "handle" in message else self.memory
+            self.number, self.arriving = 0, TensorAssembly(memory, bytearray)
         elif do in ("folder", "adapt"):
             self.number = self.number_in(message["folder"], self.number * (do == "adapt"))
         self.version = message.get("version", self.version)
+        self.link.answer(number, None)
+
+    def interrupt(self) -> None:
+        for each in self.held:
+            each["former"].append((self.version, self.number))
+
+    def piece(self, number: int, parts: list[dict[str, Any]]) -> None:
+        for about, values in self.arriving.take(parts):
+            if about["name"] == self.options.get("refused"):
+                self.link.refuse(number, "ValueError: no such tensor")
+                return
+            self.number = number_of(bytes(values), self.number)
         self.link.answer(number, None)
 
     def number_in(self, folder: str, before: int) -> int:
@@ -135,9 +164,19 @@ class StandIn:
         if kind == SLOW:
             self.slow.append((time.monotonic() + SLOW_S, message))
         elif kind == HELD:
-            self.held.append(message)
+            self.held.append({**message, "former": []})
+            if message.get("streamed"):
+                self.tell()
         else:
             self.answer(message)
+
+    def tell(self) -> None:
+        """Tell each held request that is streamed of its next token."""
+        for each in self.held:
+            if each.get("streamed"):
+                told = each["told"] = each.get("told", -1) + 1
+                pieces = [[told, [seed % self.options["vocab"] + told]] for seed in each["seeds"]]
+                self.link.tell(each["id"], pieces)
 
     def dies(self) -> bool:
         """Return whether the engine dies at this score: at one in `lives`, until `once` exists."""
@@ -159,15 +198,39 @@ class StandIn:
         if message["do"] == "score":
             self.score(message)
             return
-        number, ended = self.number, {"ended": "stop"}
+        number = self.number
         if adapter := message.get("adapter"):
             number = self.number_in(adapter, number)
-        one = {**ended, "log_probs": [float(number)]}
+        former, vocab = message.get("former", []), self.options.get("vocab")
+        rest = [self.version, (4 if vocab else 3) - len(former)]
+        one = {"ended": "stop", "versions": [*([version, 1] for version, _ in former), rest]}
+        one["log_probs"] = [*(float(before) for _, before in former), float(number)]
         samples = [{**one, "ids": [seed, self.version, os.getpid()]} for seed in message["seeds"]]
-        if vocab := self.options.get("vocab"):
-            one, weights = {**ended, "log_probs": [-1.0, -2.0, -3.0, -4.0]}, ids_of(number, vocab)
+        if vocab:
+            one, weights = {**one, "log_probs": [-1.0, -2.0, -3.0, -4.0]}, ids_of(number, vocab)
             samples = [{**one, "ids": [s % vocab, *weights]} for s in message["seeds"]]
-        self.link.answer(message["id"], {"samples": samples, "version": self.version})
+        tables = b""
+        if "experts" in self.options:
+            tables = b"".join(self.table(message, sample) for sample in samples)
+        self.link.answer(message["id"], {"samples": samples}, tables)
+
+    def table(self, message: dict[str, Any], sample: dict[str, Any]) -> bytes:
+        """Return the experts of the tokens that are asked for, but for the last token of an answer,
+        which nothing reads, and write their shape into the sample."""
+        fault, start = self.options.get("fault"), message["routing_start"]
+        ids = [*message["expected"], *sample["ids"]][:-1]
+        layers = self.layers[: -1 if fault == "layer" else None]
+        experts, top_k = self.options["experts"]
+        places = [(token, position) for position, token in enumerate(ids)][start:]
+        rows = [[experts_of(*each, layer, experts, top_k) for layer in layers] for each in places]
+        if fault == "expert":
+            rows[1][0][0] = experts
+        if fault == "tokens":
+            rows.pop()
+        if fault != "missing":
+            sample["routing"] = [len(rows), len(layers), top_k]
+        numbers = [expert for row in rows for chosen in row for expert in chosen]
+        return array.array("h", numbers).tobytes()
 
     def score(self, message: dict[str, Any]) -> None:
         """Answer with the ids of the prompt, and with log-probs that are their negatives."""
@@ -175,11 +238,12 @@ class StandIn:
         for token in message["expected"]:
             for other in range(1 + message["top_k"]):
                 table.extend((token + other, -token - other))
-        self.link.answer(message["id"], {"version": self.version}, table.tobytes())
+        self.link.answer(message["id"], {}, table.tobytes())
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(sys.argv[1]).parent))
     from channel import ParentChannel
+    from weight_pieces import TensorAssembly
 
     StandIn(ParentChannel(int(sys.argv[2]), int(sys.argv[3]))).run()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import (
+    Gemma4Config,
     PretrainedConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
@@ -12,7 +13,8 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR, _SLIDING, _FULL = "linear_attention", "sliding_attention", "full_attention"
+_TIED = {"text_config.tie_word_embeddings": "tie_word_embeddings"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ class FieldTables:
     refused: dict[str, Any]  # one at a time: declared fields, and others that transformers acts on
     more: dict[str, dict[str, Any]] = field(default_factory=dict)  # further changes, each by itself
     elsewhere: dict[str, Any] = field(default_factory=dict)  # refused as in another family's tests
+    # Fields that have the value of another.
+    copies: dict[str, str] = field(
+        default_factory=lambda: _TIED | {"vision_config.out_hidden_size": "text_config.hidden_size"}
+    )
 
 
 # Other values of the fields that are carried out. Shapes follow them.
@@ -263,7 +269,143 @@ _REFUSED_VL_MOE: dict[str, Any] = {
     "text_config.shared_expert_intermediate_size": 8,
     "vision_config.model_type": "qwen3_vl",
 }
+# Gemma 4.
+_ROPE_OF = "text_config.rope_parameters"
+_CARRIED_GEMMA4: dict[str, Any] = {
+    "image_token_id": 300,
+    "video_token_id": 301,
+    "tie_word_embeddings": False,
+    "text_config.vocab_size": 523,
+    "text_config.hidden_size": 48,
+    "text_config.intermediate_size": 160,
+    "text_config.num_hidden_layers": 3,
+    "text_config.layer_types": [_FULL, _SLIDING, _FULL],
+    "text_config.num_attention_heads": 8,
+    "text_config.num_key_value_heads": 2,
+    "text_config.num_global_key_value_heads": 4,
+    "text_config.head_dim": 16,
+    "text_config.global_head_dim": 40,
+    "text_config.sliding_window": 6,
+    "text_config.max_position_embeddings": 1000,
+    "text_config.rms_norm_eps": 1e-2,
+    "text_config.final_logit_softcapping": 2.0,
+    "text_config.pad_token_id": 7,
+    f"{_ROPE_OF}.full_attention.rope_theta": 1234.0,
+    f"{_ROPE_OF}.full_attention.partial_rotary_factor": 0.5,
+    f"{_ROPE_OF}.sliding_attention.rope_theta": 123.0,
+    "vision_config.hidden_size": 48,
+    "vision_config.intermediate_size": 72,
+    "vision_config.num_hidden_layers": 3,
+    "vision_config.num_attention_heads": 4,
+    "vision_config.num_key_value_heads": 4,
+    "vision_config.head_dim": 8,
+    "vision_config.rms_norm_eps": 1e-2,
+    "vision_config.pooling_kernel_size": 2,
+    "vision_config.patch_size": 8,
+    "vision_config.position_embedding_size": 30,
+    "vision_config.standardize": False,
+    "vision_config.rope_parameters.rope_theta": 50.0,
+}
+_MORE_GEMMA4: dict[str, dict[str, Any]] = {
+    "experts": {
+        "text_config.enable_moe_block": True,
+        "text_config.num_experts": 6,
+        "text_config.top_k_experts": 3,
+        "text_config.moe_intermediate_size": 24,
+    },
+    "values of their own": {"text_config.attention_k_eq_v": False},
+    "images causal": {"text_config.use_bidirectional_attention": None},
+    "no cap": {"text_config.final_logit_softcapping": None},
+    "heads of layers": {
+        "text_config.per_layer_config": {"3": {"head_dim": 32, "num_key_value_heads": 1}}
+    },
+    "every sixth": {"text_config.layer_types": None, "text_config.num_hidden_layers": 6},
+}
+_IDLE_GEMMA4: dict[str, Any] = {
+    **{f"{part}{name}": value for part in ("", "text_config.", "vision_config.")
+       for name, value in _IDLE_OF_PARTS.items()},
+    **dict.fromkeys(("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id"), 3),
+    **dict.fromkeys(("eoa_token_index", "eos_token_id"), 3),
+    "audio_token_id": 400,  # no text has it: transformers embeds that token as the pad
+    "output_hidden_states": True,
+    "text_config.output_hidden_states": True,
+    "vision_soft_tokens_per_image": 70,
+    "use_cache": False,
+    "_name_or_path": "other",
+    "attn_implementation": "eager",
+    "quantization_config": None,
+    "text_config.use_cache": False,
+    "text_config.bos_token_id": 3,
+    "text_config.eos_token_id": 3,
+    "text_config.tie_word_embeddings": False,  # transformers reads the one at the top
+    "text_config.vocab_size_per_layer_input": 7,
+    "text_config.expert_intermediate_size": 7,
+    "vision_config.max_position_embeddings": 7,
+    "vision_config.default_output_length": 7,
+    "vision_config.global_head_dim": 7,
+    "vision_config.output_hidden_states": True,
+}  # fmt: skip
+_REFUSED_GEMMA4: dict[str, Any] = {
+    f"{_ROPE_OF}.full_attention.mrope_section": [8, 4, 4],
+    "is_encoder_decoder": True,
+    "rope_parameters": {"rope_type": "yarn"},
+    "quantization_config": {"quant_method": "fp8"},
+    "transformers_weights": "other.safetensors",
+    "auto_map": {"AutoModel": "x.y"},
+    "return_dict": False,
+    "audio_config": {"model_type": "gemma4_audio"},  # E2B and E4B, as the next three
+    "text_config.hidden_size_per_layer_input": 256,
+    "text_config.num_kv_shared_layers": 2,
+    "vision_config.use_clipped_linears": True,
+    "text_config.use_double_wide_mlp": True,  # E2B
+    "text_config.use_bidirectional_attention": "all",
+    "text_config.return_dict": False,
+    "text_config.is_encoder_decoder": True,
+    "text_config.model_type": "gemma3_text",
+    "text_config.hidden_activation": "gelu",
+    "text_config.attention_bias": True,
+    "text_config.attention_dropout": 0.1,
+    "text_config.attention_chunk_size": 8,
+    "text_config.layer_types": [_SLIDING] * 4,
+    "text_config.enable_moe_block": True,  # without a number of experts
+    "text_config.another": 1,  # a field of unknown meaning
+    "text_config.per_layer_config": {"3": {"rms_norm_eps": 0.1}},
+    "text_config.num_attention_heads": 3,
+    "text_config.num_key_value_heads": 3,
+    "text_config.num_global_key_value_heads": 3,
+    "text_config.head_dim": 23,
+    "text_config.global_head_dim": 23,
+    "text_config.sliding_window": 0,
+    "text_config.pad_token_id": 512,
+    "text_config.hidden_size": "wide",
+    _ROPE_OF: {"rope_type": "default", "rope_theta": 1e4},
+    f"{_ROPE_OF}.sliding_attention.partial_rotary_factor": 0.5,
+    f"{_ROPE_OF}.full_attention.rope_type": "yarn",
+    f"{_ROPE_OF}.full_attention.factor": 8.0,
+    "vision_config.is_encoder_decoder": True,
+    "vision_config.pooling_kernel_size": 1,
+    "vision_config.model_type": "siglip_vision_model",
+    "vision_config.return_dict": False,
+    "vision_config.hidden_activation": "gelu",
+    "vision_config.attention_bias": True,
+    "vision_config.attention_dropout": 0.1,
+    "vision_config.num_key_value_heads": 1,
+    "vision_config.head_dim": 6,
+    "vision_config.patch_size": [16, 16],
+    "vision_config.rope_parameters.rope_type": "linear",
+    "vision_config.rope_parameters.partial_rotary_factor": 0.5,
+    "image_token_id": 512,
+}
 TABLES = {
+    "gemma4": FieldTables(
+        Gemma4Config,
+        dict(family="gemma4", vision_depth=2),
+        _CARRIED_GEMMA4,
+        _IDLE_GEMMA4,
+        _REFUSED_GEMMA4,
+        _MORE_GEMMA4,
+        copies=_TIED,
+    ),
     "qwen3_vl": FieldTables(
         Qwen3VLConfig, dict(layers=2, vision_depth=2, deepstack=1), _CARRIED, _IDLE, _REFUSED
     ),
@@ -473,3 +615,108 @@ def released_5(name: str) -> dict[str, Any]:
         "vision_start_token_id": 248053,
     }
     return config | ({"language_model_only": False} if newer else {})
+
+
+# model: (decoder layers, width, MLP width, heads, key heads, key heads of full layers, experts of
+# this width, largest TP)
+RELEASED_GEMMA4: dict[str, tuple[Any, ...]] = {
+    "31B": (60, 5376, 21504, 32, 16, 4, None, None, 4),
+    "26B-A4B": (30, 2816, 2112, 16, 8, 2, 128, 704, 1),
+}
+
+
+def released_gemma4(name: str) -> dict[str, Any]:
+    """Return a config.json with the fields of the released models, of which transformers reads
+    neither `expert_intermediate_size` nor the tower's `global_head_dim`."""
+    layers, hidden, ffn, heads, kv_heads, full_kv_heads, experts, width, _ = RELEASED_GEMMA4[name]
+    full = {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"}
+    of_parts = {
+        "_name_or_path": "",
+        "architectures": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "chunk_size_feed_forward": 0,
+        "dtype": "bfloat16",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+        "initializer_range": 0.02,
+        "is_encoder_decoder": False,
+        "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+        "output_attentions": False,
+        "output_hidden_states": False,
+        "problem_type": None,
+        "return_dict": True,
+        "rms_norm_eps": 1e-06,
+    }
+    text = {
+        "attention_k_eq_v": True,
+        "bos_token_id": 2,
+        "enable_moe_block": experts is not None,
+        "eos_token_id": 1,
+        "expert_intermediate_size": None,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_size": hidden,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": ffn,
+        "layer_types": [_SLIDING if (n + 1) % 6 else _FULL for n in range(layers)],
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "moe_intermediate_size": width,
+        "num_attention_heads": heads,
+        "num_experts": experts,
+        "num_global_key_value_heads": full_kv_heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "num_kv_shared_layers": 0,
+        "pad_token_id": 0,
+        "rope_parameters": {_FULL: full, _SLIDING: {"rope_theta": 10000.0, "rope_type": "default"}},
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "top_k_experts": 8 if experts else None,
+        "use_bidirectional_attention": "vision",
+        "use_cache": True,
+        "use_double_wide_mlp": False,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    }
+    vision = {
+        "default_output_length": 280,
+        "global_head_dim": 72,
+        "head_dim": 72,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "max_position_embeddings": 131072,
+        "model_type": "gemma4_vision",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 10240,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+        "standardize": True,
+        "use_clipped_linears": False,
+    }
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "audio_config": None,
+        "audio_token_id": 258881,
+        "boa_token_id": 256000,
+        "boi_token_id": 255999,
+        "dtype": "bfloat16",
+        "eoa_token_id": 258883,
+        "eoa_token_index": 258883,
+        "eoi_token_id": 258882,
+        "eos_token_id": [1, 106],
+        "image_token_id": 258880,
+        "initializer_range": 0.02,
+        "model_type": "gemma4",
+        "text_config": of_parts | text,
+        "tie_word_embeddings": True,
+        "transformers_version": "5.7.0",
+        "video_token_id": 258884,
+        "vision_config": of_parts | vision,
+        "vision_soft_tokens_per_image": 280,
+    }

@@ -84,7 +84,8 @@ def _peak(reset: bool = False) -> float:
 
 
 def _checkpoint(folder: Path, family: str = "qwen3_vl") -> Path:
-    from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
+    from megatron_vlm.commands.demo.tiny_model import write_tiny
+    from megatron_vlm.family.tiny import TinySpec
 
     path = folder / "model"
     sizes = dict(hidden=16, intermediate=16, layers=2, heads=2, kv_heads=1, head_dim=8)
@@ -132,8 +133,8 @@ def config_json(folder: Path) -> Attempt:
         # Counts that are refused early would be refused later, too.
         assert failure is None, failure
         text, vision = sizes.text, sizes.vision
-        others = ["inputs", "gated", "layers", "norm_eps", "rope_theta", "mrope_section"]
-        others += ["pad_id", "centered_norms"]
+        others = ["inputs", "gated", "layers", "norm_eps", "rotary", "logit_cap", "embed_scale"]
+        others += ["pad_id", "centered_norms", "window", "sees_image", "values_are_keys"]
         of_layers = [part for layer in text.kinds for part in (layer.mixer, layer.ffn)]
         for part in (text, vision, *of_layers):
             for name in (each.name for each in fields(part)):
@@ -142,7 +143,7 @@ def config_json(folder: Path) -> Attempt:
         assert counts is None or counts.divided_by_tp.items() <= text.divided_by_tp.items()
         assert all(isinstance(side, int) for spec in sizes.tensors for side in spec.shape)
 
-    families = ("qwen3_vl", "qwen3_5")
+    families = ("qwen3_vl", "qwen3_5", "gemma4")
     attempts = [_settings(folder / each, "config.json", read, each) for each in families]
     return lambda chance: chance.choice(attempts)(chance)
 
@@ -151,7 +152,7 @@ def generation_config(folder: Path) -> Attempt:
     def read(path: Path) -> None:
         from megatron_vlm.data.tokens.tokenizer import stop_ids
 
-        assert all(type(token) is int for token in stop_ids(path, 3))
+        assert all(type(token) is int for token in stop_ids(path, (3,)))
 
     return _settings(folder, "generation_config.json", read)
 
@@ -160,14 +161,14 @@ def preprocessor(folder: Path) -> Attempt:
     def read(path: Path) -> None:
         import PIL.Image
 
-        from megatron_vlm.data.media import images
+        from megatron_vlm.family.qwen.images import ImageSettings
 
-        settings = images.ImageSettings.from_checkpoint(path)
-        images.normalisation_table(settings.mean, settings.std, settings.rescale_factor)
+        settings = ImageSettings.from_checkpoint(path)
+        settings.table()
         if settings.min_pixels <= 2**20:
             t, h, w = settings.grid(70, 50)
             if h * w * settings.patch_size**2 < 2**20:
-                patches = images.image_patches(PIL.Image.new("RGB", (50, 70)), settings)
+                patches = settings.patches(PIL.Image.new("RGB", (50, 70)))
                 assert len(patches) == t * h * w > 0
 
     return _settings(folder, "preprocessor_config.json", read)
@@ -175,14 +176,13 @@ def preprocessor(folder: Path) -> Attempt:
 
 def video_preprocessor(folder: Path) -> Attempt:
     def read(path: Path) -> None:
-        from megatron_vlm.data.media.images import video_normalisation_table
-        from megatron_vlm.data.media.processor_settings import VideoSettings
-        from megatron_vlm.data.media.video import VideoInfo, plan_video
+        from megatron_vlm.family.qwen.videos import VideoSettings
+        from megatron_vlm.family.video_plan import VideoInfo
 
         settings = VideoSettings.from_checkpoint(path)
-        video_normalisation_table(settings)
+        settings.table()
         with contextlib.suppress(MegatronVLMError):
-            assert min(plan_video(VideoInfo(16, 8.0, 70, 50), settings).grid_thw) > 0
+            assert min(settings.plan(VideoInfo(16, 8.0, 70, 50)).grid) > 0
 
     return _settings(folder, "video_preprocessor_config.json", read)
 
@@ -194,7 +194,7 @@ def processor_config(folder: Path) -> Attempt:
     valid = {"video_processor": video, "image_processor": image, "processor_class": "Qwen3VL"}
 
     def read() -> None:
-        from megatron_vlm.data.media.processor_settings import VideoSettings
+        from megatron_vlm.family.qwen.videos import VideoSettings
 
         VideoSettings.from_checkpoint(path)
 

@@ -20,16 +20,18 @@ GROUPS = {
     "mlp": r"model\.language_model\.layers\.\d+\.mlp\."
     r"((shared_expert\.)?(gate|up|down)_proj|shared_expert_gate)",
     "head": "lm_head",
-    "merger": r"model\.visual\..*merger.*\.linear_fc[12]",
-    "vision_attention": r"model\.visual\.blocks\.\d+\.attn\.(qkv|proj)",
-    "vision_mlp": r"model\.visual\.blocks\.\d+\.mlp\.linear_fc[12]",
+    "merger": r"model\.(visual\..*merger.*\.linear_fc[12]|embed_vision\.embedding_projection)",
+    "vision_attention": r"model\.(visual\.blocks\.\d+\.attn\.(qkv|proj)"
+    r"|vision_tower\.encoder\.layers\.\d+\.self_attn\.[qkvo]_proj\.linear)",
+    "vision_mlp": r"model\.(visual\.blocks\.\d+\.mlp\.linear_fc[12]"
+    r"|vision_tower\.encoder\.layers\.\d+\.mlp\.(gate|up|down)_proj\.linear)",
 }
 # The values of bitsandbytes.functional.get_4bit_type("nf4").
 NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
 NF4 += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
 NF4 += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
 NF4 += [0.7229568362236023, 1.0]
-MERGERS = r"model\.visual\.(merger|deepstack_merger_list\.\d+)"
+MERGERS = r"model\.(visual\.(merger|deepstack_merger_list\.\d+)|embed_vision\.embedding_projection)"
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,13 @@ def peft_model(path: str, adapter: Adapter) -> PeftModel:
 
 def round_base(model: torch.nn.Module, base: str, left_out: str) -> None:
     """Give the frozen weights the values that they have as codes: those of all linear layers but
-    the head, as transformers chooses them for bitsandbytes, and those of experts."""
+    the head, as transformers chooses them for bitsandbytes, and those of experts. Routers are not
+    rounded here: Gemma 4's are linear layers."""
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+        if isinstance(module, torch.nn.Linear) and name != "lm_head" and ".router." not in name:
             if not re.match(left_out, name):
                 module.weight.data = nearest(module.weight.data, base)
-        elif name.endswith(".mlp.experts"):
+        elif name.endswith(".experts"):
             for param in module.parameters():
                 param.data = nearest(param.data, base)
 

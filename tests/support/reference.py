@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from inspect import unwrap
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from megatron_vlm.data.tokens.row import IGNORE, Row
+from tests.support import gemma4_inputs
 from tests.support.batches import RowSpec, make_rows
 
 
@@ -27,7 +29,18 @@ class Reference:
     grads: dict[str, Tensor]
 
 
+@cache
+def _compute_by_torch() -> None:
+    """Let transformers compute gated delta nets by torch. Where flash-linear-attention is installed
+    it would take that, also on the CPU, where it cannot run."""
+    for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
+        for name, function in vars(module).items():
+            if name.startswith("torch_") and name.endswith("_gated_delta_rule"):
+                setattr(module, name, unwrap(function))
+
+
 def load_reference(path: str, dtype: torch.dtype = torch.float32) -> HFModel:
+    _compute_by_torch()
     how = {"dtype": dtype, "attn_implementation": "sdpa"}
     model = AutoModelForImageTextToText.from_pretrained(path, **how)
     if dtype is torch.float64:  # the kernel for all experts at once knows no fp64
@@ -37,6 +50,8 @@ def load_reference(path: str, dtype: torch.dtype = torch.float32) -> HFModel:
 
 def inputs_of(model: HFModel, row: Row) -> dict[str, Any]:
     """Return one row as the model takes it, without padding and without our collation."""
+    if model.config.model_type == "gemma4":
+        return gemma4_inputs.inputs_of(model.config, row)
     types = torch.zeros_like(row.ids_S)
     types[row.ids_S == model.config.image_token_id] = 1
     types[row.ids_S == model.config.video_token_id] = 2

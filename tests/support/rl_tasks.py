@@ -35,6 +35,38 @@ def wrong(record: Mapping[str, Any], answer: str) -> float:
     raise KeyError("solution")
 
 
+def itself(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a view that is the prompt."""
+    return [each for each in record["messages"] if each["role"] != "assistant"]
+
+
+def closer(record: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """Return a larger picture with a hint, and None for one record in three."""
+    number = record.get("solution", len(str(record)))
+    if number % 3 == 2:
+        return None
+    image = PIL.Image.new("RGB", (96, 128), (40 * (number % 5), 120, 40))
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": f"word {number}?"}]
+    return [{"role": "user", "content": parts}]
+
+
+def failing(record: Mapping[str, Any]) -> None:
+    raise ValueError("no such crop")
+
+
+def answered(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a view that ends with an answer."""
+    return [*itself(record), {"role": "assistant", "content": "red"}]
+
+
+def unread(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image", "image": "missing.png"}]}]
+
+
+def long(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [{"role": "user", "content": "word " * 300}]
+
+
 class Looks:
     """An environment of three turns that shows something after the first two."""
 
@@ -51,6 +83,14 @@ class Looks:
         words = {"type": "text", "text": f"look again {self.turn}"}
         parts = [{"type": "image", "image": picture}, words]
         return EnvStep(reward, [{"role": "user", "content": parts}], {"turns": 1})
+
+
+class Repeats(Looks):
+    """One that says the whole conversation again, as agents do that keep it themselves."""
+
+    def step(self, answer: str) -> EnvStep:
+        told = super().step(answer)
+        return EnvStep(0.0, [{"role": "assistant", "content": answer}, *told.messages])
 
 
 def short(record: Mapping[str, Any], answer: str) -> float:

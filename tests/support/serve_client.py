@@ -3,6 +3,7 @@ environment (tests/support/tinker_client)."""
 
 import base64
 import json
+import math
 import os
 import signal
 import subprocess
@@ -316,17 +317,22 @@ def log_probs_of(answer: Any) -> list[list[float]]:
 
 
 def read_output(body: bytes) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Return metrics, and the log-probs of each datum."""
+    """Return metrics, and the log-probs of each datum. Losses of tokens add up to the metric."""
     output = message("ForwardBackwardOutput")
     output.ParseFromString(body)
-    log_probs: list[np.ndarray] = []
+    arrays: dict[str, list[np.ndarray]] = {"logprobs": [], "elementwise_loss": []}
     for record in output.loss_fn_outputs:
-        (entry,) = record.fields
-        data, offsets = entry.value.data, np.frombuffer(entry.value.offsets, "<i8")
-        shape = list(entry.value.trailing_shape)
-        for first, last in pairwise(offsets):
-            log_probs.append(np.frombuffer(data[first:last], "<f4").reshape(-1, *shape))
-    return {entry.key: entry.value for entry in output.metrics}, log_probs
+        for entry in record.fields:
+            data, offsets = entry.value.data, np.frombuffer(entry.value.offsets, "<i8")
+            shape = list(entry.value.trailing_shape)
+            for first, last in pairwise(offsets):
+                values = np.frombuffer(data[first:last], "<f4").reshape(-1, *shape)
+                arrays[entry.key].append(values)
+    metrics = {entry.key: entry.value for entry in output.metrics}
+    if losses := arrays["elementwise_loss"]:
+        total = math.fsum(float(each.sum(dtype=np.float64)) for each in losses)
+        assert math.isclose(total, metrics["loss:sum"], rel_tol=1e-5, abs_tol=1e-4), total
+    return metrics, arrays["logprobs"]
 
 
 def _as_json(chunk: list[int] | Picture) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 chunks."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,13 @@ import numpy as np
 import PIL.Image
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.family.gemma4.images import Gemma4Images
 from megatron_vlm.serve.protocol.protobuf import message
-from tests.support.batches import token_ids
+from tests.support.batches import Ids, token_ids
 
 FLOAT32, INT64 = 1, 2
 
@@ -41,23 +43,55 @@ def picture(width: int, height: int, seed: int, format: str = "png") -> Picture:
     return Picture(file.getvalue(), format)
 
 
-def around(shown: Picture) -> Chunks:
+def ids_in(path: str) -> Ids:
+    """Return the tokens of pictures in a tiny checkpoint."""
+    config = AutoConfig.from_pretrained(path)
+    if config.model_type != "gemma4":
+        return token_ids()
+    pictures = config.image_token_id, config.video_token_id
+    return Ids(*pictures, config.boi_token_id, config.eoi_token_id, text=250)
+
+
+def around(shown: Picture, ids: Ids | None = None) -> Chunks:
     """Return a picture between the tokens that mark its start and end."""
-    ids = token_ids()
+    ids = ids or token_ids()
     return [[ids.start], shown, [ids.end]]
+
+
+def processor_of(path: str) -> Callable[[PIL.Image.Image], tuple[Tensor, Tensor, int]]:
+    """Return the function for the patches of a picture, its grid, and how many patches a token has
+    on a side. Hugging Face's image processor for Gemma 4 has the bits of the trainer's only where
+    torchvision is: tests/data/test_image_readers.py compares them."""
+    if AutoConfig.from_pretrained(path).model_type == "gemma4":
+        reader = Gemma4Images.from_checkpoint(path)
+
+        def read(image: PIL.Image.Image) -> tuple[Tensor, Tensor, int]:
+            patches_PC = torch.from_numpy(reader.patches(image))
+            grid_I3 = torch.tensor([reader.grid(image.height, image.width)])
+            floats_PC = reader.pixel_values(patches_PC, reader.table())
+            return floats_PC, grid_I3, reader.pooling_kernel_size
+
+        return read
+    processor = AutoImageProcessor.from_pretrained(path)
+
+    def process(image: PIL.Image.Image) -> tuple[Tensor, Tensor, int]:
+        done = processor(images=[image], return_tensors="pt")
+        return done["pixel_values"], done["image_grid_thw"], processor.merge_size
+
+    return process
 
 
 def row_of(chunks: Chunks, path: str) -> Row:
     """Return the chunks as a row that Hugging Face's image processor has made."""
-    processor, ids = AutoImageProcessor.from_pretrained(path), token_ids()
+    ids, process = ids_in(path), processor_of(path)
     tokens: list[int] = []
     pixels, grids = [], []
     for chunk in chunks:
         if isinstance(chunk, Picture):
-            processed = processor(images=[chunk.opened], return_tensors="pt")
-            pixels.append(processed["pixel_values"])
-            grids.append(processed["image_grid_thw"])
-            tokens += [ids.image] * (int(grids[-1].prod()) // 4)
+            patches, grid, merge = process(chunk.opened)
+            pixels.append(patches)
+            grids.append(grid)
+            tokens += [ids.image] * (int(grid.prod()) // merge**2)
         else:
             tokens += chunk
     row = Row(torch.tensor(tokens), torch.full((len(tokens),), IGNORE))

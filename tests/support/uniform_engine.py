@@ -1,5 +1,6 @@
 """An engine without a model, in the trainer's own process: it draws each of its tokens with the
-same probability. `registered` makes it known by name alone, as an installed package would."""
+same probability, by the seed and the version. `registered` makes it known by name alone, as an
+installed package would."""
 
 import math
 import sys
@@ -16,7 +17,7 @@ from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.engine_kinds import GROUP, EngineKind, EngineSettings
 from megatron_vlm.engines.processed_prompt import ProcessedPrompt
-from megatron_vlm.engines.sampler import Adapter, Capacity, Weights
+from megatron_vlm.engines.sampler import Adapter, Capacity, Hear, Weights
 
 IDS = range(20, 60)
 
@@ -33,12 +34,13 @@ class UniformEngine:
         settings: SamplingSettings,
         seeds: Sequence[int],
         adapter: Adapter | None = None,
+        hear: Hear | None = None,
     ) -> list[Completion]:
         return [self._answer(settings.max_tokens, seed) for seed in seeds]
 
     def _answer(self, count: int, seed: int) -> Completion:
-        ids = tuple(Random(seed).choices(IDS, k=count))
-        return Completion(ids, (-math.log(len(IDS)),) * count, "length", self.version)
+        ids = tuple(Random(seed + self.version).choices(IDS, k=count))
+        return Completion(ids, (-math.log(len(IDS)),) * count, "length", ((self.version, count),))
 
     async def score(self, row: Row, top_k: int, timeout_s: float) -> Tensor:
         table_SJ2 = torch.full((len(row.ids_S), 1 + top_k, 2), -math.log(len(IDS)))
@@ -48,7 +50,7 @@ class UniformEngine:
     async def inspect(self, prompt: Row) -> ProcessedPrompt | None:
         return None
 
-    async def update(self, weights: Weights, version: int) -> None:
+    async def update(self, weights: Weights, version: int, interrupt: bool = False) -> None:
         self.version = version
 
     async def close(self) -> None:

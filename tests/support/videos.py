@@ -15,8 +15,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.video_processing_utils import BaseVideoProcessor
 
-from megatron_vlm.data.media.images import video_normalisation_table
-from megatron_vlm.data.media.processor_settings import VideoSettings
+from megatron_vlm.family.qwen.videos import VideoSettings
 
 # video_preprocessor_config.json of the released Qwen3-VL.
 RELEASED = {
@@ -105,6 +104,6 @@ def random_frames(count: int, height: int, width: int) -> np.ndarray:
 
 
 def pixel_values(patches: np.ndarray, ours: VideoSettings) -> torch.Tensor:
-    table = video_normalisation_table(ours)
+    table = ours.table()
     values_P3 = torch.from_numpy(patches).int().view(len(patches), 3, -1)
     return torch.stack([table[c][values_P3[:, c]] for c in range(3)], dim=1).flatten(1)

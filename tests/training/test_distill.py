@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from megatron_vlm.commands.eval import run_eval
 from megatron_vlm.config import load_config
 from megatron_vlm.config.command_checks import check_train
-from megatron_vlm.data.media.images import PixelTables
+from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.process import run_guarded
@@ -115,23 +116,43 @@ def figures_of(logits_NV: Tensor, labels_N: Tensor, record: Any) -> tuple[Tensor
 def expected(taught) -> Callable[[str, str, list[int] | None], tuple[float, float]]:
     """Return the mean divergence and cross-entropy of the samples of a set, by Hugging Face's
     model."""
-    train_records, eval_records = records_of(taught / "teacher")
+    return partial(means_of, taught, "teacher")
 
-    def compute(path: str, file: str, numbers: list[int] | None = None) -> tuple[float, float]:
-        model, pixels = load_reference(path).eval(), PixelTables(path, torch.device("cpu"))
-        data = open_set(str(taught / f"{file}.jsonl"), path, None, train=False)
-        records = train_records if file == "train" else eval_records
-        divergences, entropies = [], []
-        for number in range(len(records)) if numbers is None else numbers:
-            row = hf_row(data.row((0, number)).row, pixels)
-            places = (row.labels_S[1:] != IGNORE).nonzero()[:, 0]
-            logits = logits_of(model, row)[places].double()
-            divergence, entropy = figures_of(logits, row.ids_S[places + 1], records[number])
-            divergences.append(divergence)
-            entropies.append(entropy)
-        return float(torch.cat(divergences).mean()), float(torch.cat(entropies).mean())
 
-    return compute
+def means_of(
+    folder: Path, teacher: str, path: str, file: str, numbers: list[int] | None = None
+) -> tuple[float, float]:
+    train_records, eval_records = records_of(folder / teacher)
+    model, pixels = load_reference(path).eval(), PixelTables(path, torch.device("cpu"))
+    data = open_set(str(folder / f"{file}.jsonl"), path, None, train=False)
+    records = train_records if file == "train" else eval_records
+    divergences, entropies = [], []
+    for number in range(len(records)) if numbers is None else numbers:
+        row = hf_row(data.row((0, number)).row, pixels)
+        places = (row.labels_S[1:] != IGNORE).nonzero()[:, 0]
+        logits = logits_of(model, row)[places].double()
+        divergence, entropy = figures_of(logits, row.ids_S[places + 1], records[number])
+        divergences.append(divergence)
+        entropies.append(entropy)
+    return float(torch.cat(divergences).mean()), float(torch.cat(entropies).mean())
+
+
+@pytest.mark.full
+def test_gemma4_learns_the_divergence(asked, tiny, pool):  # noqa: F811
+    sizes = dict(family="gemma4", vision_depth=1, sliding_window=8, from_scratch=True)
+    path, teacher = tiny(**sizes, layers=2), tiny(**sizes, layers=3)
+    more = ["--top-k", str(STORED), "--temperature", str(TEMPERATURE)]
+    status, _, err = score(pool, words_of(asked, teacher, "gemma4-teacher", *more))
+    assert status == 0, err
+    more = dict(teacher__path=asked / "gemma4-teacher", train__steps=1, eval__every="null")
+    words = train_words(asked, path, "gemma4", parallel__tp=2, **more)
+    status, _, err = train(pool, 2, words)
+    assert status == 0, err
+    numbers = open_set(str(asked / "train.jsonl"), path, None).order.epoch(0)[:7, 1].tolist()
+    divergence, cross_entropy = means_of(asked, "gemma4-teacher", path, "train", numbers)
+    [first] = steps_of(asked / "gemma4")
+    assert first["divergence"] == pytest.approx(divergence, rel=OF_DIVERGENCE)
+    assert first["cross_entropy"] == pytest.approx(cross_entropy, rel=TOLERANCE)
 
 
 @pytest.fixture(scope="module")

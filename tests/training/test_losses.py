@@ -18,11 +18,12 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.qwen import mrope_positions
+from megatron_vlm.family.qwen.model import mrope_positions
 from megatron_vlm.family.spec import Tokens
 from megatron_vlm.training.broadcast import share_batch
 from megatron_vlm.training.losses import Objective, register
 from megatron_vlm.training.stage_inputs import StageInput
+from megatron_vlm.training.token_losses import generalized_jsd
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, RowSpec, make_rows, token_ids
@@ -539,3 +540,12 @@ def made_micro_batches(worker: MegatronWorker) -> None:
 def test_micro_batches_without_values_are_refused(pool, tiny):
     with pytest.raises(RuntimeError, match="micro-batch 0: advantages "):
         pool.run(call, 1, tiny(), layout(), made_micro_batches)
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.3, 1.0))
+def test_an_equal_teacher_teaches_exactly_nothing(beta):
+    logits_NR = torch.randn(64, 9, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    student_NR = logits_NR.log_softmax(-1)
+    divergence_N = generalized_jsd(student_NR, student_NR.detach(), beta)
+    divergence_N.sum().backward()
+    assert not divergence_N.any() and not logits_NR.grad.any()

@@ -432,7 +432,7 @@ def of_route(change: Callable[[Any, Any], Any]) -> Mutant:
 def gate_and_up_swapped(_right: Any) -> Any:
     def wrong(self, x, counts):
         swapped = torch.cat(self.gate_up(x, counts).chunk(2, dim=1)[::-1], dim=1)
-        return self.down(self.swiglu(swapped), counts)
+        return self.down(self.activation(swapped), counts)
 
     return wrong
 

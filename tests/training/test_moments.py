@@ -16,7 +16,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.runs import Case, my_rows
 from tests.support.suites import FULL, SLOW, quick
-from tests.support.trl import run_on_tensors
+from tests.support.trl_environment import run_on_tensors
 
 CPU = torch.device("cpu")
 WEIGHTS = 10_000  # the last block is not full

@@ -21,7 +21,8 @@ from megatron_vlm.training.muon import Muon, adjust_lr, orthogonalize
 from megatron_vlm.training.optimizer_parts import inner_optimizers
 from megatron_vlm.training.optimizer_step import AdamStep
 from megatron_vlm.training.worker import MegatronWorker
-from tests.model.test_parity import layout
+from tests.model.test_gemma4 import CONSTANTS
+from tests.model.test_parity import layout, part_of
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.comparison import check_worst, relative_errors
 from tests.support.error_fields import raises
@@ -33,6 +34,7 @@ STEPS = 3
 OPTIM = dict(name="muon", lr=1e-2, weight_decay=0.1, beta2=0.99, clip_grad=0.0)
 EXPERTS = SHALLOW | dict(experts=4)
 QWEN3_5 = dict(family="qwen3_5", head_dim=64)
+GEMMA4 = dict(family="gemma4", layers=2, vision_depth=1)
 EVERY = ("attention", "mlp", "merger", "vision_attention", "vision_mlp", "head")
 CASES: dict[str, tuple[Case, dict[str, object]]] = {
     # name: (layout, sizes of the tiny model)
@@ -50,6 +52,9 @@ CASES: dict[str, tuple[Case, dict[str, object]]] = {
     "ep2-dp2": (layout(dp=4, ep=2), EXPERTS),
     "ep1-dp2": (layout(dp=2), EXPERTS),
     "qwen3_5-tp2": (layout(tp=2), QWEN3_5),
+    "gemma4-tp2": (layout(tp=2), GEMMA4),
+    "gemma4-ep2-pp2": (layout(pp=2, dp=2, ep=2), GEMMA4 | dict(experts=4)),
+    "gemma4-lora-tp2": (replace(layout(tp=2), lora=dict(rank=4, targets=EVERY)), GEMMA4),
     "vision-frozen-pp2": (layout(pp=2, freeze_vision=True), SHALLOW),
     "lora-tp2-dp2": (replace(layout(tp=2, dp=2), lora=dict(rank=4, targets=EVERY)), SHALLOW),
     "lora-ep2": (replace(layout(dp=2, ep=2), lora=dict(rank=4)), EXPERTS),
@@ -110,7 +115,8 @@ def steps(path: str, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], 
 
 
 def is_matrix(name: str, weight: Tensor) -> bool:
-    rest = ("embed", "lm_head", "conv1d", "shared_expert_gate")
+    rest = ("embed_tokens", "pos_embed", "position_embedding", "patch_embed.", "lm_head", "conv1d")
+    rest += ("shared_expert_gate",)
     return weight.dim() > 1 and not any(each in name for each in rest)
 
 
@@ -128,7 +134,7 @@ def expected_weights(
     """The same with torch alone."""
     after = {name: weight.clone() for name, weight in before.items()}
     for name, tensor in after.items():
-        part = "language" if ".visual." not in name else "merger" if "merger" in name else "vision"
+        part = part_of(name)
         settings = dict(lr=optim.get(f"{part}_lr", optim["lr"]), weight_decay=optim["weight_decay"])
         if is_matrix(name, tensor):
             views = as_matrices(name, tensor)
@@ -202,8 +208,10 @@ def test_equals_torch_at_each_layout(name, pool, tiny, record_property):
     case = replace(case, optim=optim)
     outcomes = pool.run(steps, case.world, tiny(**sizes), case)
     before, actual, _ = outcomes[0]
-    frozen = {name for name in before if ".visual." in name and "merger" not in name}
+    frozen = {name for name in before if part_of(name) == "vision"}
     learning = before.keys() - (frozen if case.model.get("freeze_vision") else set())
+    learning -= {name for name in before if name.endswith(CONSTANTS)}
+    assert all(torch.equal(actual[name], before[name]) for name in before.keys() - learning)
     expected = expected_weights({name: before[name] for name in learning}, optim)
     worst = {"matrices": 0.0, "rest": 0.0}
     for name, weight in expected.items():

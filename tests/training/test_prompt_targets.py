@@ -15,7 +15,7 @@ from megatron_vlm.data.batches.collate import cut_micro_batches
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.qwen import mrope_positions
+from megatron_vlm.family.qwen.model import mrope_positions
 from megatron_vlm.family.spec import Tokens
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS

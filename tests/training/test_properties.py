@@ -57,10 +57,11 @@ EXPORTED = {
     "tied-odd": {"tied": True, "vocab": 509},
     "qwen3_5": {"family": "qwen3_5", "mtp_layers": 1},
     "qwen3_5-tied": {"family": "qwen3_5", "mtp_layers": 1, "tied": True},
+    "gemma4": {"family": "gemma4"},
 }
 
 
-QUICK = [("tied-odd", "float32"), ("qwen3_5", "bfloat16")]
+QUICK = [("tied-odd", "float32"), ("qwen3_5", "bfloat16"), ("gemma4", "bfloat16")]
 KINDS = product(EXPORTED, ("float32", "bfloat16"))
 
 

@@ -27,7 +27,7 @@ from megatron_vlm.config.retrieval_checks import check_embedding_size
 from megatron_vlm.config.schema import Config, DataConfig, LoraConfig
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
-from megatron_vlm.data.media.images import PixelTables
+from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.tokens.row import Row
@@ -56,6 +56,9 @@ TOLERANCE = 2e-5
 # tests/model/test_qwen3_5.py compares them with fp64. Measured: 2.0e-5.
 DECAY, DECAY_TOLERANCE = (".A_log", ".dt_bias", ".in_proj_a.weight"), 1e-4
 EXPERTS = SHALLOW | dict(experts=4, top_k=2)
+GEMMA4 = dict(
+    family="gemma4", layers=2, vision_depth=1, sliding_window=8, from_scratch=True
+)  # logits that the cap bends
 HYBRID = dict(family="qwen3_5", layers=2, full_attention_interval=2)
 ADAPTER = Adapter(("attention", "mlp", "merger"))
 TEMPLATES = Path(__file__).parents[1] / "support" / "templates"
@@ -124,10 +127,12 @@ CASES: dict[tuple[str, str], tuple[Case, dict[str, Any]]] = {
     ("embed", "overlap-dp2"): (layout(dp=2, overlap_grad_reduce=True), SHALLOW),
     ("embed", "adapters-tp2-pp2"): (layout(tp=2, pp=2), SHALLOW),
     ("embed", "qwen3_5-tp2-pp2"): (layout(tp=2, pp=2), HYBRID),
+    ("embed", "gemma4-tp2"): (layout(tp=2), GEMMA4),
     ("matryoshka", "tp2-dp2"): (layout(tp=2, dp=2), SHALLOW),
     ("pointwise", "dp2"): (layout(dp=2), SHALLOW),
     ("pointwise", "tp2-pp2"): (layout(tp=2, pp=2), SHALLOW),
     ("pointwise", "qwen3_5-adapters-pp2"): (layout(pp=2), HYBRID),
+    ("pointwise", "gemma4-pp2"): (layout(pp=2), GEMMA4),
     ("listwise", "dp2"): (layout(dp=2, micro=2), SHALLOW),
 }
 

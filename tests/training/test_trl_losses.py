@@ -21,7 +21,7 @@ from megatron_vlm.rl.advantages import (
 )
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.token_losses import generalized_jsd
-from tests.support.trl import check_trl, run_trl
+from tests.support.trl_environment import check_trl, run_trl
 
 # TRL is imported, and makes a trainer for each case.
 pytestmark = [pytest.mark.slow, pytest.mark.engine("trl")]

@@ -27,7 +27,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.support.chats import image, say, text
 from tests.support.comparison import check_worst
 from tests.support.runs import Case, of_interest
-from tests.support.trl import check_trl, run_trl
+from tests.support.trl_environment import check_trl, run_trl
 from tests.training.test_preferences import batches_of
 
 # TRL is imported, and makes a trainer for each case.

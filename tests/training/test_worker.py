@@ -12,10 +12,11 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import DataError
 from megatron_vlm.report.run_overview import StageReport, stage_reports
+from megatron_vlm.training.broadcast import share_batch
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, SHALLOW, RowSpec, make_rows
+from tests.support.batches import MIXED, SHALLOW, SHARED, RowSpec, make_rows
 from tests.support.error_fields import raises
 from tests.support.runs import call, my_rows
 from tests.support.suites import full
@@ -96,6 +97,28 @@ def test_a_batch_without_supervised_tokens_moves_nothing(pool, tiny):
         assert set(pool.run(call, world, tiny(**SHALLOW), case, _nothing_supervised)) == {
             (0.0, 0, 0.0)
         }
+
+
+def _patches_seen(worker: MegatronWorker) -> list[int]:
+    """Return the patches that the tower gets in a forward, and in a step."""
+    rows, seen = my_rows(make_rows(SHARED)), []
+    if worker.grid.first:
+        tower = worker.chunks[0].vision_model
+        tower.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    local_batches = (worker.micro_batches(rows), None) if worker.grid.leads else None
+    batches, _ = share_batch(local_batches, worker.grid, worker.platform.device)
+    worker.forward(batches)  # as a loader's batches arrive
+    worker.forward_backward(rows)
+    return seen
+
+
+def test_the_tower_sees_a_picture_of_several_rows_once(pool, tiny):
+    once = [24 + 4 + 24, 8 + 48 + 8]  # in each of two micro-batches
+    case = replace(layout(), train={"micro_batch_size": 4})
+    assert pool.run(call, 1, tiny(**SHALLOW), case, _patches_seen) == [once * 2]
+    case = replace(layout(tp=2, pp=2), train={"micro_batch_size": 4})
+    shares = pool.run(call, 4, tiny(**SHALLOW), case, _patches_seen)
+    assert [a + b for a, b in zip(*shares[:2], strict=True)] == once * 2 and shares[2:] == [[], []]
 
 
 def _bad_row(worker: MegatronWorker) -> None:

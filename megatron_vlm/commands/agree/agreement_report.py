@@ -44,7 +44,8 @@ def _sections(agreement: Agreement, words: TokenText) -> Iterator[sections.Secti
     yield sections.Heading("Prompts")
     caption = (
         "Shows: sizes of pictures in patches. Patches: the largest difference of normalised values "
-        "as the vision tower gets them; two bytes that follow each other are 0.0078 apart."
+        "as the vision tower gets them; two bytes that follow each other are "
+        f"{2 * agreement.prompts[0].half_step:.2g} apart."
     )
     yield sections.Table(PROMPTS, [*map(prompt_cells, agreement.prompts)], caption)
     if worst := agreement.worst_tokens(_WORST):

@@ -13,7 +13,7 @@ from megatron_vlm.commands.agree.agree_settings import AgreeSettings, prompts_of
 from megatron_vlm.commands.agree.compare import ComparedPrompt, compare
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, open_data
-from megatron_vlm.data.media.images import PixelTables
+from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.engine_kinds import EngineSettings, engine_for, engine_of_flags
@@ -41,7 +41,7 @@ class Asking:
     dtype: str  # float32 or bfloat16, for engine and trainer
     prompts: list[tuple[str, Row]] = field(default_factory=list)
     answered: list[AnsweredPrompt] = field(default_factory=list)
-    stop_id: int = 0
+    stop_ids: tuple[int, ...] = ()
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
     engine: Engine | None = None
 
@@ -55,7 +55,7 @@ class Asking:
         places = np.linspace(0, count - 1, min(self.settings.samples, count)).round().astype(int)
         for handle in map(data.handle, places.tolist()):
             self.prompts.append((data.where(handle), question_of(data, handle).prompt))
-        self.stop_id = data.readers[0].encoder.renderer.end_id
+        self.stop_ids = data.readers[0].encoder.renderer.end_ids
 
     def start(self) -> None:
         """Start the engine with room for prompts of these sizes."""
@@ -72,6 +72,7 @@ class Asking:
             max_len=max(len(row.ids_S) for row in rows) + self.settings.max_tokens,
             pictures=max(1, *(_count(row.image_grid_I3) for row in rows)),
             videos=max(_count(row.video_grid_I3) for row in rows),
+            has_media=any(row.has_media for row in rows),
             is_inspected=True,
             reserves_media=is_cuda,
             memory_share=_SHARE if is_cuda and devices is None else None,
@@ -99,7 +100,7 @@ class Asking:
         self, seed: int, where: str, row: Row, tables: PixelTables
     ) -> AnsweredPrompt:
         assert self.engine is not None
-        settings, stop_ids = self.settings, (self.stop_id,)
+        settings, stop_ids = self.settings, self.stop_ids
         sampling = SamplingSettings(settings.max_tokens, settings.temperature, stop_ids=stop_ids)
         try:
             view = await self.engine.inspect(row)

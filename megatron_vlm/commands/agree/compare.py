@@ -11,9 +11,9 @@ from itertools import zip_longest
 
 import numpy as np
 
-from megatron_vlm.data.media.images import PixelTables
+from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.engines.processed_prompt import HALF_STEP, ProcessedPrompt, compare_media
+from megatron_vlm.engines.processed_prompt import ProcessedPrompt, compare_media
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.25}  # bounds of a log-prob, by the compute type
 
@@ -41,6 +41,7 @@ class ComparedPrompt:
     seen: ProcessedPrompt
     grids: bool  # True if the grids are equal
     patches: float  # largest difference of patches; 0 without patches
+    half_step: float  # smaller differences of patches are rounding
     tokens: tuple[TokenPair, ...] = ()
 
     @cached_property
@@ -99,7 +100,7 @@ class Agreement:
         for name, bad in (
             ("other ids", [p for p in self.prompts if not p.ids]),
             ("other grids", [p for p in self.prompts if not p.grids]),
-            ("other patches", [p for p in self.prompts if not p.patches < HALF_STEP]),
+            ("other patches", [p for p in self.prompts if not p.patches < p.half_step]),
         ):
             if bad:
                 share = f"{len(bad)} of {len(self.prompts)} prompts"
@@ -126,7 +127,7 @@ class Agreement:
 def compare(where: str, prompt: Row, view: ProcessedPrompt, tables: PixelTables) -> ComparedPrompt:
     """Compare the trainer's encoding of a prompt with the engine's."""
     grids, patches = compare_media(prompt, view, tables)
-    return ComparedPrompt(where, prompt, view, grids, patches)
+    return ComparedPrompt(where, prompt, view, grids, patches, tables.half_step)
 
 
 def token_pairs(

@@ -9,11 +9,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.commands.agree.compare import ComparedPrompt, TokenPair
-from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.engines.prompts import seen_by_trainer, seen_videos
-from megatron_vlm.family import read_sizes
+from megatron_vlm.family import read_family, read_sizes
+from megatron_vlm.family.images import ImageReader
 from megatron_vlm.family.spec import Tokens
 
 _TEXT = 300  # characters of a prompt around the token shown
@@ -26,14 +26,14 @@ class TokenText:
     """Decoder of the tokens and pictures of one model."""
 
     tokenizer: PreTrainedTokenizerBase
-    images: ImageSettings
+    images: ImageReader
     tokens: Tokens
 
     @staticmethod
     def from_folder(folder: str) -> "TokenText":
         """Read the tokenizer and the settings of a checkpoint's folder."""
         tokens = read_sizes(folder).tokens
-        return TokenText(read_tokenizer(folder), ImageSettings.from_checkpoint(folder), tokens)
+        return TokenText(read_tokenizer(folder), read_family(folder).images(folder, {}), tokens)
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode tokens. A run of placeholders becomes one word."""

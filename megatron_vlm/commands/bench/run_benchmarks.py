@@ -7,7 +7,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_vlm.commands.bench.lmms_eval import TaskScore, find_lmms_eval, run_task
@@ -15,7 +15,9 @@ from megatron_vlm.commands.bench.model_server import BenchModel, BenchSettings, 
 from megatron_vlm.commands.chat.command import find_model
 from megatron_vlm.config import read_saved
 from megatron_vlm.engines.engine_kinds import DEFAULT_ENGINE, engine_kind
+from megatron_vlm.engines.vllm import media_fault
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_family
 from megatron_vlm.hf.export_folder import add_to_card
 from megatron_vlm.io.atomic import blake2b, write_text
 from megatron_vlm.io.hub import folder_of
@@ -30,6 +32,7 @@ from megatron_vlm.report.bench_table import (
 from megatron_vlm.report.run import write_report
 
 _DONE = "done.json"  # in the folder of a task that is complete
+_NO_MEDIA = ("--limit-mm-per-prompt", '{"image": 0, "video": 0}')
 
 
 def run_benchmarks(args: argparse.Namespace) -> None:
@@ -38,6 +41,7 @@ def run_benchmarks(args: argparse.Namespace) -> None:
     run = home_path(args.run_folder).absolute()
     before, after = models_of(run)
     version = engine_kind(DEFAULT_ENGINE).version(settings.engine, "--engine")
+    settings = _without_faults(settings, before, after)
     title = f"{suite} {find_lmms_eval(settings.suite_python)}"
     print(f"{title}, {version}: {', '.join(settings.tasks)}", flush=True)
     scores = [run_model(settings, model, run / "bench" / suite) for model in (before, after)]
@@ -73,6 +77,24 @@ def _settings(args: argparse.Namespace) -> BenchSettings:
         include,
         args.concurrent,
     )
+
+
+def _without_faults(
+    settings: BenchSettings, before: BenchModel, after: BenchModel
+) -> BenchSettings:
+    """Refuse an adapter that vLLM would serve otherwise than it was trained. Where it would see
+    pictures otherwise, let it refuse them, so that text alone is scored."""
+    fault = read_family(before.folder).engine_prompt.fault_of_adapters
+    if after.adapter is not None and fault is not None:
+        raise ConfigError(
+            f"cannot be served as an adapter: {fault}",
+            place=str(after.adapter),
+            remedy="merge it: megatron-vlm export --as merged",
+        )
+    if (fault := media_fault(settings.engine, before.folder)) is None:
+        return settings
+    print(f"requests with pictures are refused: {fault}", flush=True)
+    return replace(settings, engine_args=[*_NO_MEDIA, *settings.engine_args])
 
 
 def _words(args: argparse.Namespace, name: str) -> list[str]:

@@ -11,7 +11,6 @@ from megatron_vlm.config.schema import CheckpointConfig, Config, LoraConfig, Mod
 from megatron_vlm.data.media.media import image_size
 from megatron_vlm.data.media.video_file import probe_video
 from megatron_vlm.data.records.record import Image
-from megatron_vlm.data.tokens.chat_renderer import END
 from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.data.tokens.tokenizer import stop_ids
@@ -39,8 +38,9 @@ class ChatSession:
         self.rows = RowMaker(
             folder, image_root="/", max_tokens=longest, template_kwargs=variables, **typed
         )
-        self.tokenizer = self.rows.reader.encoder.renderer.tokenizer
-        self.stop_ids = stop_ids(folder_of(folder), self.tokenizer.convert_tokens_to_ids(END))
+        renderer = self.rows.reader.encoder.renderer
+        self.tokenizer = renderer.tokenizer
+        self.stop_ids = stop_ids(folder_of(folder), renderer.end_ids)
         self.settings = settings
         lora = LoraConfig() if adapter is None else lora_of(adapter, folder)
         cfg = Config(
@@ -97,4 +97,4 @@ class ChatSession:
         self.messages = []
 
     def _text(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        return self.rows.reader.encoder.renderer.answer_text(ids)

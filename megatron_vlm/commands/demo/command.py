@@ -4,7 +4,7 @@ tiny`."""
 import argparse
 from dataclasses import fields
 
-from megatron_vlm.commands.demo.tiny_spec import TinySpec
+from megatron_vlm.family.tiny import TinySpec
 from megatron_vlm.io.printable import escape_controls
 
 _OUT = "folder to write; must not exist or be empty"
@@ -66,9 +66,9 @@ def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
 def tiny(args: argparse.Namespace) -> None:
     """write a complete random checkpoint, small enough for a laptop
 
-    Write a random Qwen3-VL or Qwen3.5 checkpoint with tokenizer, chat template and image processor,
-    to try a configuration or data with. The options are the sizes of its config.json; the same ones
-    give the same bytes.
+    Write a random Qwen3-VL, Qwen3.5 or Gemma 4 checkpoint with tokenizer, chat template and image
+    processor, to try a configuration or data with. The options are the sizes of its config.json;
+    the same ones give the same bytes.
     """
     from megatron_vlm.commands.demo.tiny_model import write_tiny
 

@@ -31,6 +31,8 @@ def eval_dry_run(
     if metrics := answer_metrics(cfg):
         names = ", ".join(map(metric_name, metrics))
         scores.append(f"{names} of answers of at most {cfg.eval.max_new_tokens:,} tokens")
+    if cfg.eval.blind:
+        scores.append("all of them again with grey pictures")
     counts = [count(model.layout, stage) for stage in range(dims.pp)]
     weights = [each.weight_bytes(cfg.lora.base, model.layout.itemsize) for each in counts]
     of = f", of {target.available}" if target.available else ""

@@ -17,7 +17,13 @@ from megatron_vlm.commands.dry_run.command import (
 )
 from megatron_vlm.config.command_checks import has_rewards
 from megatron_vlm.config.schema import OWN, Config
-from megatron_vlm.config.teachers import ALL_SOURCES, teachers_of
+from megatron_vlm.config.teachers import (
+    ALL_SOURCES,
+    SELF,
+    needs_initial_model,
+    teacher_checkpoints,
+    teachers_of,
+)
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.distributed.dims import ParallelDims
@@ -33,6 +39,7 @@ from megatron_vlm.report.run_overview import aligned_lines
 from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.teacher_checks import check_teachers
+from megatron_vlm.rl.turn_tokens import TurnEncoder
 from megatron_vlm.training.frozen_models import teacher_config
 from megatron_vlm.user_code.environment import EnvStep
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
@@ -59,6 +66,8 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
         "sampler": sampler,
         **describe_teachers(model),
     }
+    if cfg.teacher.view is not None:
+        rows["view"] = try_view(cfg, data)
     if has_rewards(cfg):
         count = f"{rl.processes} process{'es' * (rl.processes > 1)}"
         rows["reward"] = f"{rl.reward or rl.environment}, in {count}"
@@ -67,8 +76,8 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
         console.print(reward_table(list(try_reward(cfg, data))))
     print_memory(plan, model.target, console)
     notes = ["Answers are counted with rl.max_new_tokens each; what sampling needs comes on top."]
-    if rl.kl_coef is not None:
-        notes.append("The initial model, for rl.kl_coef, needs the weights of each stage again.")
+    if needs_initial_model(cfg):
+        notes.append("The initial model needs the weights of each stage again.")
     console.print(" ".join(notes), soft_wrap=True)
     return 0
 
@@ -132,18 +141,30 @@ def describe_teachers(model: PlannedModel) -> dict[str, str]:
     targets = "the sampled token"
     if teacher.top_k:
         targets = f"its {teacher.top_k} most likely tokens and the rest"
-    lines = {"teacher": f"{', '.join(names)}; reverse KL of {targets}, times {teacher.coef:g}"}
+    divergence = {"jsd": "JSD"}.get(kind := cfg.distill.divergence or "reverse", f"{kind} KL")
+    lines = {"teacher": f"{', '.join(names)}; {divergence} of {targets}, times {teacher.coef:g}"}
+    if SELF in names:
+        lines["teacher"] = f"{teacher.weights} weights of {lines['teacher']}"
     if teacher.engine != OWN:
         count = max(len(teacher.devices), len(set(teachers_of(cfg).values())))
         scorer = describe_engine(replace(cfg.engine, name=teacher.engine))
         return lines | {"scores": f"{scorer}, {_engines(count)}"}
-    text = "; ".join(_memory_of(model, path) for path in distinct_teachers(cfg))
+    distinct = dict.fromkeys(teacher_checkpoints(cfg).values())
+    text = "; ".join(_memory_of(model, path) for path in distinct) or "nothing"
     return lines | {"scores": f"on the ranks, which need in addition: {text}"}
 
 
-def distinct_teachers(cfg: Config) -> Iterator[str]:
-    """Yield each teacher once."""
-    yield from dict.fromkeys(teachers_of(cfg).values())
+def try_view(cfg: Config, data: DataSet) -> str:
+    """Return the tokens of the first prompts and of their views. An error of a view is raised."""
+    found = []
+    with closing(RewardPool(RewardSettings.of_view(cfg, 1))) as pool:
+        for handle, _, _ in islice(data.epoch(Position()), _RECORDS):
+            where, record, text = data.where(handle), data.raw(handle), "no view"
+            if (view := pool.view(record, where).result()) is not None:
+                row = TurnEncoder(data.readers[handle[0]]).view(view, where, record)
+                text = f"{len(row.ids_S):,}"
+            found.append(f"{text} for {len(data.row(handle).row.ids_S):,}")
+    return f"{cfg.teacher.view}; tokens of the first prompts: {', '.join(found)}"
 
 
 def _engines(count: int) -> str:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation, is_off
 
-_SUPPORTED = re.compile(r"qwen3[-_. ]?(vl|5|6|8)", re.IGNORECASE)
+_SUPPORTED = re.compile(
+    r"qwen3[-_. ]?(vl|5|6|8)|gemma[-_. ]?4[-_. ](31b|26b[-_. ]a4b)", re.IGNORECASE
+)
 _QWEN25 = re.compile(r"qwen2[-_. ]?5?[-_. ]?vl", re.IGNORECASE)
 _EXPERTS = re.compile(r"-?a\d+b", re.IGNORECASE)  # in the name of a model with some: 30B-A3B
-_TRAINED = "this version trains Qwen3-VL, Qwen3.5, 3.6 and 3.8"
+_OTHER_GEMMA4 = re.compile(r"gemma[-_. ]?4[-_. ](e2b|e4b|12b)", re.IGNORECASE)
+_TRAINED = "this version trains Qwen3-VL, Qwen3.5, 3.6 and 3.8, and Gemma 4 31B and 26B-A4B"
 _RL_ONLY = (
     "learn from preferences by dpo, kto, orpo, simpo or cpo, or from rewards that a function gives "
     "(grpo)"
@@ -23,16 +26,22 @@ _LOSSES_THAT_ARE_OBJECTIVES = ("orpo", "simpo")
 _MAX_PATTERN = 400  # characters of a regular expression
 _MAX_REPEATS = 8  # quantifiers of one, which together must not take long on a name
 # For each part of a model, by our key that freezes it: the setting of others, and its layers that
-# get adapters; then the name of one of its weights, on which patterns are tried.
+# get adapters; then the names of weights, on which patterns are tried: Qwen's and Gemma's.
 _PARTS = {
     "model.freeze_language": ("freeze_language_model", ["attention", "mlp"]),
     "model.freeze_merger": ("freeze_multi_modal_projector", ["merger"]),
     "model.freeze_vision": ("freeze_vision_tower", ["vision_attention", "vision_mlp"]),
 }
 _WEIGHTS = {
-    "model.freeze_language": "model.language_model.layers.0.self_attn.q_proj.weight",
-    "model.freeze_merger": "model.visual.merger.linear_fc1.weight",
-    "model.freeze_vision": "model.visual.blocks.0.attn.qkv.weight",
+    "model.freeze_language": ("model.language_model.layers.0.self_attn.q_proj.weight",),
+    "model.freeze_merger": (
+        "model.visual.merger.linear_fc1.weight",
+        "model.embed_vision.embedding_projection.weight",
+    ),
+    "model.freeze_vision": (
+        "model.visual.blocks.0.attn.qkv.weight",
+        "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight",
+    ),
 }
 # Names of Megatron-Core, where projections are fused.
 _FUSED = {
@@ -42,7 +51,7 @@ _FUSED = {
 _FEW = "few weights are trained by LoRA, or by freezing parts"
 _ALL = (["all"], ["all-linear"], ["all_linear"])
 _BITS = {"4": "nf4", "8": "int8"}
-# Names of layers of Qwen3-VL and Qwen3.5, on which patterns are tried. The second is our name.
+# Names of layers, on which patterns are tried. The second is our name.
 LAYERS = {
     **{f"self_attn.{each}_proj": f"{each}_proj" for each in "qkvo"},
     **{f"mlp.{each}_proj": f"{each}_proj" for each in ("gate", "up", "down")},
@@ -55,10 +64,19 @@ _BLOCKS = {
     **{f"attn.{each}": "vision_attention" for each in ("qkv", "proj")},
     **{f"mlp.{each}": "vision_mlp" for each in ("linear_fc1", "linear_fc2")},
 }
+_GEMMA4_BLOCKS = {
+    **{f"self_attn.{each}_proj": "attention" for each in "qkvo"},
+    **{f"mlp.{each}_proj": "mlp" for each in ("gate", "up", "down")},
+}
 _MODULES = {
     **{f"model.language_model.layers.0.{each}": name for each, name in LAYERS.items()},
     **{f"model.visual.blocks.0.{each}": name for each, name in _BLOCKS.items()},
     **{f"model.visual.merger.{each}": "merger" for each in ("linear_fc1", "linear_fc2")},
+    **{
+        f"model.vision_tower.encoder.layers.0.{name}.linear": f"vision_{kind}"
+        for name, kind in _GEMMA4_BLOCKS.items()
+    },
+    "model.embed_vision.embedding_projection": "merger",
 }
 
 
@@ -83,6 +101,8 @@ def translate_model(t: Translation) -> None:
         )
     if _QWEN25.search(path):
         t.differ(f"Qwen2.5-VL and Qwen2-VL are not trained: {_TRAINED}. Change model.path", setting)
+    elif _OTHER_GEMMA4.search(path):
+        t.differ(f"of Gemma 4, E2B, E4B and 12B are not: {_TRAINED}. Change model.path", setting)
     elif not _SUPPORTED.search(path):
         t.differ(f"the name is not that of a known model: {_TRAINED}. Check model.path", setting)
 
@@ -148,7 +168,9 @@ def translate_frozen_parts(t: Translation) -> None:
     if trained is not None and not t.has_lora:
         patterns = [compiled_pattern(t, trained, text) for text in t.words(trained)]
     for key, (name, _) in _PARTS.items():
-        if patterns is not None and not any(each.match(_WEIGHTS[key]) for each in patterns):
+        if patterns is not None and not any(
+            each.match(name) for each in patterns for name in _WEIGHTS[key]
+        ):
             t.put(key, True, trained)
         setting = t.take(name)
         if not t.has_lora and t.flag(setting):
@@ -239,7 +261,7 @@ def matched_layers(t: Translation, setting: Setting) -> list[str]:
     names = {our_name: 0 for module, our_name in _MODULES.items() if expression.fullmatch(module)}
     if not names:
         raise t.source.error(
-            setting, "matches no layer of Qwen3-VL or Qwen3.5", remedy="name the layers: [q_proj]"
+            setting, "matches no layer of a model", remedy="name the layers: [q_proj]"
         )
     return list(names)
 

@@ -103,7 +103,7 @@ MODEL_NAMES = {
     "the released models have no dropout but lora.dropout": (
         "attention_dropout hidden_dropout disable_dropout"
     ),
-    "the code of Qwen's families is built in: no code of a checkpoint is run, and model.path is "
+    "the code of the families is built in: no code of a checkpoint is run, and model.path is "
     "all that is given": (
         "trust_remote_code model_type model_init_kwargs external_plugins plugins use_cache "
         "use_dist_checkpointing dist_checkpointing_path"

@@ -1,16 +1,27 @@
 """Assignment of a global batch's rows to micro-batches and data parallel ranks: rows of similar
-length form a micro-batch, and micro-batches are dealt out so that all ranks have the same cost. The
-plan is a pure function of the rows' sizes, so every rank computes the same plan."""
+length form a micro-batch, and micro-batches are dealt out so that all ranks have the same cost.
+Rows that share images form one, too, as long as that saves more than their padding costs. The plan
+is a pure function of the rows' sizes, so every rank computes the same plan."""
 
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_vlm.config.schema import TrainConfig
 from megatron_vlm.data.even_split import deal
+
+
+@dataclass(frozen=True)
+class VisualSize:
+    """The size of images or videos that several rows may have. A micro-batch encodes them once."""
+
+    key: int  # the same in each of these rows
+    patches: int
+    cost: float
 
 
 @dataclass(frozen=True)
@@ -23,11 +34,36 @@ class RowSize:
     images: int = 0
     rows: int = 1
     longest_row: int | None = None  # its tokens; None: there is one row
+    visuals: tuple[VisualSize, ...] = ()  # those parts of it that other rows may have, too
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row."""
         return self.tokens if self.longest_row is None else self.longest_row
+
+    @staticmethod
+    def of_rows(sizes: Sequence["RowSize"]) -> "RowSize":
+        """Return the size of rows that are never divided."""
+        if len(sizes) == 1:
+            return sizes[0]
+        repeated = repeated_visuals(sizes)
+        return RowSize(
+            sum(size.tokens for size in sizes),
+            sum(size.cost for size in sizes) - sum(each.cost for each in repeated),
+            sum(size.patches for size in sizes) - sum(each.patches for each in repeated),
+            sum(size.images for size in sizes),
+            sum(size.rows for size in sizes),
+            max(size.longest for size in sizes),
+            tuple({each.key: each for size in sizes for each in size.visuals}.values()),
+        )
+
+
+def repeated_visuals(sizes: Sequence[RowSize]) -> list[VisualSize]:
+    """Return the images and videos that a micro-batch of these rows has again, and does not encode
+    again."""
+    visuals = [visual for size in sizes for visual in size.visuals]
+    keys = [visual.key for visual in visuals]
+    return [visual for place, visual in enumerate(visuals) if visual.key in keys[:place]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +85,53 @@ Plan = list[list[list[int]]]  # [rank][micro-batch][row]
 
 def plan_batch(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
     """Place every row once. All ranks get micro-batches of nearly equal total cost. If there are
-    fewer rows than ranks, some ranks get no micro-batch."""
+    fewer rows than ranks, some ranks get no micro-batch. Plans compete that keep a different number
+    of rows with the same images together, from one on. The plan that finishes first wins."""
+    plain = [replace(size, visuals=()) if size.visuals else size for size in sizes]
+    plans = [_plan_units(plain, ranks, limits)]
+    for count in _counts_together(sizes, limits):
+        units = _units(sizes, ranks, limits, count)
+        joined = [RowSize.of_rows([sizes[row] for row in unit]) for unit in units]
+        plan = _plan_units(joined, ranks, replace(limits, rows=limits.rows // count))
+        plans.append([[[row for u in batch for row in units[u]] for batch in s] for s in plan])
+    return min(plans, key=lambda plan: max(_loads(plan, sizes))) if len(plans) > 1 else plans[0]
+
+
+def _counts_together(sizes: Sequence[RowSize], limits: Limits) -> list[int]:
+    """Return the numbers of rows with the same images, above one, for which plans are made."""
+    keys = Counter(visual.key for size in sizes for visual in size.visuals)
+    count, counts = max(keys.values(), default=1), list[int]()
+    if limits.tokens is None:  # a micro-batch is to have its number of rows
+        return [n for n in range(2, min(count, limits.rows) + 1) if limits.rows % n == 0]
+    while count > 1:
+        counts.append(count)
+        count = -(-count // 2)
+    return counts
+
+
+def _units(sizes: Sequence[RowSize], ranks: int, limits: Limits, count: int) -> list[list[int]]:
+    """Put up to `count` rows with the same images, of similar length, in a unit. A unit costs no
+    more than a micro-batch may. If a number of rows is the limit, units of text are as large."""
+    rows_of: dict[int | None, list[int]] = defaultdict(list)
+    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row].longest, row)):
+        rows_of[sizes[row].visuals[0].key if sizes[row].visuals else None].append(row)
+    max_cost = math.inf if limits.tokens is None else _max_cost(sizes, ranks)
+    units: list[list[int]] = []
+    for key, rows in rows_of.items():
+        size = 1 if key is None and limits.tokens is not None else count
+        unit: list[int] = []
+        for row in rows:
+            joined = RowSize.of_rows([sizes[each] for each in (*unit, row)])
+            is_long = joined.longest * joined.rows > (limits.tokens or math.inf)
+            if not unit or len(unit) == size or is_long or joined.cost > max_cost:
+                unit = []
+                units.append(unit)
+            unit.append(row)
+    return units
+
+
+def _plan_units(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
+    """Place rows, or units of rows, once."""
     order = sorted(range(len(sizes)), key=lambda row: (sizes[row].longest, sizes[row].cost, row))
     if limits.tokens is not None:
         return _deal_groups(_group_by_tokens(order, sizes, ranks, limits.tokens), sizes, ranks)
@@ -100,8 +182,7 @@ def _fill_groups(
     order: Sequence[int], sizes: Sequence[RowSize], ranks: int, tokens: int
 ) -> list[list[int]]:
     """Fill groups up to the limit, to too much padding or to a rank's share."""
-    # Groups that cost more could not be dealt out evenly. A single row may still cost more.
-    max_cost = sum(size.cost for size in sizes) / ranks / _PIECES_PER_RANK
+    max_cost = _max_cost(sizes, ranks)
     groups: list[list[int]] = []
     longest, rows, cost = 0, 0, 0.0
     for row in order:
@@ -120,14 +201,24 @@ def _fill_groups(
     return groups
 
 
+def _max_cost(sizes: Sequence[RowSize], ranks: int) -> float:
+    """Return the cost above which groups could not be dealt out evenly. A row may cost more."""
+    return sum(size.cost for size in sizes) / ranks / _PIECES_PER_RANK
+
+
 _PIECES_PER_RANK = 4
 _MAX_PADDING = 0.06  # share of the longest row; the mean over a group is then about half
 
 
 def group_cost(rows: Sequence[RowSize]) -> float:
-    """Return the cost of a micro-batch. A padding position costs half a token of its row."""
-    longest = max(size.longest for size in rows)
-    return sum(size.cost * (1 + 0.5 * (longest * size.rows / size.tokens - 1)) for size in rows)
+    """Return the cost of a micro-batch. A padding position costs half a token of its row, whose
+    `visuals` do not count for that. They cost once for all rows."""
+    longest, costs = max(size.longest for size in rows), list[float]()
+    for size in rows:
+        of_visuals = sum(each.cost for each in size.visuals)
+        padding = longest * size.rows / size.tokens - 1
+        costs.append((size.cost - of_visuals) * (1 + 0.5 * padding) + of_visuals)
+    return sum(costs) - sum(each.cost for each in repeated_visuals(rows))
 
 
 def level(shares: list[list[int]], costs: Sequence[float], rounds: int = 200) -> list[list[int]]:

@@ -17,6 +17,7 @@ from megatron_vlm.data.batches.micro_batch import (
     VISUAL_FIELDS,
     MicroBatch,
 )
+from megatron_vlm.data.tokens.joined_pictures import GRID_OF, Part, parts_of
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, continue_row, cut_row, place_row
 from megatron_vlm.data.tokens.sample import Example, Sample
 from megatron_vlm.errors import DataError
@@ -28,8 +29,9 @@ _PADDING = np.array([0, IGNORE, 0, 0, 0], dtype=np.int32)
 def collate(
     rows: Sequence[PlacedRow], places: Sequence[int], value_names: Sequence[str] = ()
 ) -> MicroBatch:
-    """Pad rows on the right to the longest and concatenate their patches. Each row is an example of
-    its own, at a place of the batch. `value_names` are the names that the rows were placed with."""
+    """Pad rows on the right to the longest and concatenate their patches, of which a tensor that
+    several rows have is taken once. Each row is an example of its own, at a place of the batch.
+    `value_names` are the names that the rows were placed with."""
     lengths = tuple(len(row.tokens_S5) for row in rows)
     longest = max(lengths)
     padding = np.broadcast_to(_PADDING, (longest, 5))
@@ -43,8 +45,7 @@ def collate(
     ]
     tokens_BS5 = torch.from_numpy(np.concatenate(pieces).reshape(len(rows), longest, 5))
     optional: dict[str, Any] = {"value_names": tuple(value_names)}
-    for name in VISUAL_FIELDS:
-        optional[name] = _cat([getattr(row.row, name) for row in rows], name)
+    optional |= _concatenate_visuals([row.row for row in rows])
     optional["visual"] = any(optional[name] is not None for name in VISUAL_FIELDS)
     if any(row.targets_SJ is not None for row in rows):
         optional |= _several_targets(rows, longest, len(value_names))
@@ -105,6 +106,28 @@ def filler_batch() -> MicroBatch:
     return MicroBatch(torch.from_numpy(_PADDING.copy()).view(1, 1, 5), (1,), ())
 
 
+def _concatenate_visuals(rows: Sequence[Row]) -> dict[str, Any]:
+    """Concatenate images and videos. Rows share a tensor if it is the same object: equal pixels are
+    not looked for."""
+    visuals: dict[str, Any] = {}
+    visual_of_O: list[int] = []
+    count = 0
+    for pixels_name, grid_name in GRID_OF.items():
+        different: dict[tuple[int, ...], Part] = {}
+        first_of: dict[tuple[int, ...], int] = {}
+        for pixels_PC, grid_I3 in (part for row in rows for part in parts_of(row, pixels_name)):
+            key = (id(pixels_PC), *grid_I3.flatten().tolist())
+            if key not in different:
+                different[key], first_of[key] = (pixels_PC, grid_I3), count
+                count += len(grid_I3)
+            visual_of_O += range(first_of[key], first_of[key] + len(grid_I3))
+        visuals[pixels_name] = _cat([pixels for pixels, _ in different.values()], pixels_name)
+        visuals[grid_name] = _cat([grid for _, grid in different.values()], grid_name)
+    if len(visual_of_O) > count:
+        visuals["visual_of_O"] = torch.tensor(visual_of_O, dtype=torch.int32)
+    return visuals
+
+
 def _several_targets(rows: Sequence[PlacedRow], longest: int, values: int) -> dict[str, Any]:
     """Return targets and values of rows of which some have several targets at each position."""
     max_targets = max(1 if row.targets_SJ is None else row.targets_SJ.shape[1] for row in rows)
@@ -135,11 +158,13 @@ def _concatenate_routing(
             key="routing",
             remedy="give [tokens, layers with experts, experts of a token] for each row",
         )
-    pieces = [
-        torch.full((length, *shape), -1) if each is None else each
-        for each, length in zip(routing_of_rows, lengths, strict=True)
-    ]
-    return torch.cat([piece.to(torch.int32) for piece in pieces])
+    table_TLK = torch.cat(
+        [
+            torch.full((length, *shape), -1, dtype=torch.int16) if each is None else each
+            for each, length in zip(routing_of_rows, lengths, strict=True)
+        ]
+    )
+    return table_TLK if table_TLK.dtype is torch.int16 else table_TLK.to(torch.int32)
 
 
 def _concatenate_teacher(rows: Sequence[Row]) -> dict[str, Tensor]:

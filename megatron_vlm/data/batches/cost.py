@@ -1,12 +1,15 @@
 """Work of a row, to balance micro-batches and to show how well the hardware is used: the floating
 point operations of its forward. Padding is not work."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_vlm.data.batches.balance import RowSize
 from megatron_vlm.data.tokens.sample import Example
-from megatron_vlm.family.spec import ModelSizes, Part
+from megatron_vlm.family.decoder_layers import Attention
+from megatron_vlm.family.spec import ModelSizes, Part, VisionSizes
 
 
 @dataclass(frozen=True)
@@ -14,11 +17,12 @@ class WorkModel:
     """Operations per unit; a multiplication and an addition count as two."""
 
     per_token: int  # decoder without attention; only those experts that a token goes to
-    per_token_pair: int  # causal attention, over half of all pairs
+    attentions: tuple[tuple[Attention, int], ...]  # each kind, and the layers that have it
     per_supervised: int  # the head
     per_patch_of_tower: int  # linear layers of the vision tower
     per_patch_of_mergers: int  # linear layers of its mergers
     per_patch_pair: int  # attention within a frame
+    vision: VisionSizes
 
     @staticmethod
     @lru_cache(maxsize=8)
@@ -28,11 +32,14 @@ class WorkModel:
         tower, mergers = _matrices(sizes, Part.vision), _matrices(sizes, Part.merger)
         return WorkModel(
             per_token=sum(layer.flops_per_token(text.hidden) for layer in text.layers),
-            per_token_pair=sum(layer.mixer.flops_per_pair for layer in text.layers),
+            attentions=tuple(
+                Counter(x.mixer for x in text.layers if isinstance(x.mixer, Attention)).items()
+            ),
             per_supervised=2 * text.hidden * text.vocab,
             per_patch_of_tower=2 * tower,
             per_patch_of_mergers=2 * (mergers // vision.merge**2),
-            per_patch_pair=4 * vision.depth * vision.hidden,
+            per_patch_pair=4 * vision.depth * vision.query,
+            vision=vision,
         )
 
     @property
@@ -40,31 +47,29 @@ class WorkModel:
         """Operations of the linear layers of the vision tower, mergers included."""
         return self.per_patch_of_tower + self.per_patch_of_mergers
 
-    def row(
-        self,
-        tokens: int,
-        supervised: int,
-        patches: int,
-        patch_pairs: int,
-        token_pairs: int | None = None,
-    ) -> int:
-        """Return the operations of the forward of a row, or of several rows together, whose pairs
-        of tokens are then `token_pairs`. A backward takes twice as many."""
-        if token_pairs is None:
-            token_pairs = tokens * (tokens + 1) // 2
+    def row(self, lengths: Sequence[int], supervised: int, patches: int, patch_pairs: int) -> int:
+        """Return the operations of the forward of a row, or of several rows together, of these
+        lengths. A backward takes twice as many."""
         return (
-            self.per_token * tokens
-            + self.per_token_pair * token_pairs
+            self.per_token * sum(lengths)
+            + self.attention(lengths, self.vision.token_pairs(patches, patch_pairs))
             + self.per_supervised * supervised
-            + self.per_patch * patches
-            + self.per_patch_pair * patch_pairs
+            + self.visual(patches, patch_pairs)
         )
+
+    def attention(self, lengths: Sequence[int], picture_pairs: int) -> int:
+        """Return the operations of the attention of all layers."""
+        return sum(n * each.pair_flops(lengths, picture_pairs) for each, n in self.attentions)
+
+    def visual(self, patches: int, patch_pairs: int) -> int:
+        """Return the operations of the vision tower for these patches."""
+        return self.per_patch * patches + self.per_patch_pair * patch_pairs
 
     def row_size(
         self, tokens: int, supervised: int, patches: int, patch_pairs: int, images: int = 0
     ) -> RowSize:
         """Return the size of a row with these counts, as planning needs it."""
-        cost = float(self.row(tokens, supervised, patches, patch_pairs))
+        cost = float(self.row((tokens,), supervised, patches, patch_pairs))
         return RowSize(tokens, cost, patches, images)
 
     def example_size(self, example: Example) -> RowSize:
@@ -76,16 +81,7 @@ class WorkModel:
             )
             for row in example
         ]
-        if len(rows) == 1:
-            return rows[0]
-        return RowSize(
-            sum(row.tokens for row in rows),
-            sum(row.cost for row in rows),
-            sum(row.patches for row in rows),
-            sum(row.images for row in rows),
-            len(rows),
-            max(row.tokens for row in rows),
-        )
+        return RowSize.of_rows(rows)
 
 
 def _matrices(sizes: ModelSizes, part: Part) -> int:
@@ -93,5 +89,5 @@ def _matrices(sizes: ModelSizes, part: Part) -> int:
     return sum(
         tensor.num_values
         for tensor in sizes.tensors
-        if tensor.part is part and len(tensor.shape) > 1 and "embed.weight" not in tensor.name
+        if tensor.part is part and len(tensor.shape) > 1 and not tensor.is_table
     )

@@ -46,18 +46,19 @@ def thinking_remarks(key: str, data: DataSet) -> Iterator[str]:
     opening = data.readers[0].encoder.renderer.opening if count else None
     if opening is None:
         return
+    block = f"an empty {data.readers[0].encoder.renderer.chat_format.thoughts.start} block"
     records = f"{key}: {count:,} of {sum(map(len, data.sources)):,} records"
     if opening.is_open:
         yield (
             f"{records} have answers without reasoning, and the chat template thinks by default: "
-            "the model learns an empty <think> block before them, and so to think less; "
+            f"the model learns {block} before them, and so to think less; "
             "data.template_kwargs={enable_thinking: false} puts the block into the prompt, where "
             "it is not trained"
         )
     else:
         yield (
             f"{records} have reasoning, and the chat template does not think by default: its "
-            "prompts have an empty <think> block, so that the model is not asked for what it "
+            f"prompts have {block}, so that the model is not asked for what it "
             "learns; data.template_kwargs={enable_thinking: true} asks for it"
         )
 
@@ -78,12 +79,11 @@ def unused_key_warnings(key: str, data: DataSet, cfg: DataConfig) -> Iterator[st
 
 def _advice(data: DataSet, cfg: DataConfig) -> str:
     images = data.readers[0].encoder.images
-    area = (images.patch_size * images.merge_size) ** 2
-    image_tokens, target = images.max_pixels // area, cfg.max_tokens // 4
+    image_tokens, target = images.most_tokens, cfg.max_tokens // 4
     remedy = "a higher data.max_tokens keeps more of them"
     if image_tokens <= target:
         return remedy
     return (
         f"a picture may take {image_tokens:,} of data.max_tokens={cfg.max_tokens:,}: "
-        f"data.max_pixels={target * area} makes that {target:,}, and {remedy}"
+        f"{images.limit_of(target)} makes that {target:,}, and {remedy}"
     )

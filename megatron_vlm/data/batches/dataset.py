@@ -63,11 +63,12 @@ class DataSet:
     def size(self, source: int, sample: int) -> RowSize:
         """Return the size of a sample, as planning needs it."""
         index = self.indexes[source]
-        columns = (index.tokens, index.supervised, index.patches, index.patch_pairs)
-        counts = [int(column[sample]) for column in (*columns, index.token_pairs)]
-        cost, images, rows = float(self.work.row(*counts)), index.images[sample], index.rows[sample]
-        longest = int(index.longest[sample]) if rows > 1 else None
-        return RowSize(counts[0], cost, counts[2], int(images), int(rows), longest)
+        columns = (index.supervised, index.patches, index.patch_pairs, index.images)
+        supervised, patches, pairs, images = (int(column[sample]) for column in columns)
+        lengths = index.lengths(sample)
+        cost, rows = float(self.work.row(lengths, supervised, patches, pairs)), len(lengths)
+        longest = max(lengths) if rows > 1 else None
+        return RowSize(sum(lengths), cost, patches, images, rows, longest)
 
     def epoch(self, start: Position) -> Iterator[tuple[Handle, RowSize, Position]]:
         """Yield the rest of an epoch: each sample, its size and the position after it."""

@@ -11,7 +11,14 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.batches.balance import Limits, Plan, RowSize, padded_tokens, plan_batch
+from megatron_vlm.data.batches.balance import (
+    Limits,
+    Plan,
+    RowSize,
+    padded_tokens,
+    plan_batch,
+    repeated_visuals,
+)
 from megatron_vlm.data.batches.collate import (
     collate,
     collate_examples,
@@ -52,15 +59,21 @@ class BatchFigures:
     padded: int  # tokens plus the padding of all micro-batches
     images: int
     work: float  # operations of its forward
+    patches: int = 0  # patches of all rows
+    shared_patches: int = 0  # those of them that an earlier row of the same micro-batch has, too
 
     @staticmethod
     def from_plan(sizes: list[RowSize], plan: Plan) -> "BatchFigures":
+        groups = ([sizes[row] for row in group] for share in plan for group in share)
+        repeated = [each for group in groups for each in repeated_visuals(group)]
         return BatchFigures(
             samples=len(sizes),
             tokens=sum(size.tokens for size in sizes),
             padded=padded_tokens(plan, sizes),
             images=sum(size.images for size in sizes),
-            work=sum(size.cost for size in sizes),
+            work=sum(size.cost for size in sizes) - sum(each.cost for each in repeated),
+            patches=sum(size.patches for size in sizes),
+            shared_patches=sum(each.patches for each in repeated),
         )
 
 

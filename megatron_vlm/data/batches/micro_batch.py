@@ -1,11 +1,12 @@
 """MicroBatch: several rows, padded on the right, in the form that every pipeline stage takes.
 
-Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), I images, P patches
-of all images, C values of a patch, 3 the axes time, height, width, 5 the columns of a token: its
-id, its target (the token that it predicts) and its position on three axes, F the values of a token
-that a loss reads, J targets of a position, N supervised positions, M their targets (N of them,
-unless positions have several), R a teacher's log-probs of J tokens and of all others, T the tokens
-of all rows, L decoder layers with experts, K experts of a token.
+Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), I images, each once,
+P their patches, C values of a patch, O the images and videos of all rows, of which several rows may
+have the same one, 3 the axes time, height, width, 5 the columns of a token: its id, its target (the
+token that it predicts) and its position on three axes, F the values of a token that a loss reads, J
+targets of a position, N supervised positions, M their targets (N of them, unless positions have
+several), R a teacher's log-probs of J tokens and of all others, T the tokens of all rows, L decoder
+layers with experts, K experts of a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,10 +39,12 @@ class MicroBatch:
     image_grid_I3: Tensor | None = None
     pixel_values_videos_PC: Tensor | None = None
     video_grid_I3: Tensor | None = None
+    # int32, the number of each among the images, then the videos, above. None: all are different.
+    visual_of_O: Tensor | None = None
     values_BSF: Tensor | None = None  # float32; values[b, s] belong to targets[b, s]
     value_names: tuple[str, ...] = ()
     weights_BS: Tensor | None = None  # float32, weights of the targets' losses; None: each is 1
-    routing_TLK: Tensor | None = None  # int32, row by row; -1: the routers choose
+    routing_TLK: Tensor | None = None  # int16 or int32, row by row; -1: the routers choose
     visual: bool = False  # has images or videos; set on stages without them, too
     # What losses over rows read of each row, by name [R, ...]. None if no loss does.
     row_values: Mapping[str, Tensor] | None = None

@@ -20,9 +20,9 @@ import PIL.ImageOps
 from megatron_vlm.data.media.fetch import fetch
 from megatron_vlm.data.records.record import Image
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.images import check_aspect
 from megatron_vlm.io.untrusted import real_path, what_is_at
 
-MAX_ASPECT = 200  # Hugging Face's smart_resize refuses more
 # Pillow's other decoders are rarely needed and less often tested; that of EPS runs Ghostscript on
 # a file of any name. JPEG includes the MPO files of phones.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -180,18 +180,6 @@ def _check_tiles(opened: PIL.Image.Image, where: str) -> None:
             f"has tiles of {width} x {height} pixels, above the limit of {MAX_TILE_PIXELS} pixels",
             place=where,
             remedy="save it again",
-        )
-
-
-def check_aspect(height: int, width: int, where: str, size: str) -> None:
-    """Refuse a picture that is too long or has no pixels. `size`: its unscaled size, as text."""
-    if min(width, height) < 1:
-        raise DataError(f"is {size} pixels and shows nothing", place=where, remedy="drop it")
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        raise DataError(
-            f"is {size} pixels, and sides may differ by a factor of {MAX_ASPECT} at most",
-            place=where,
-            remedy="crop or drop it",
         )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.data.media.video import VideoInfo
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.video_plan import VideoInfo
 from megatron_vlm.io.untrusted import reason, require_file
 
 # A decoder holds up to 17 frames, and a file of 1 MB can demand that many of any size.

@@ -112,8 +112,9 @@ _ROLE_NAMES = {
 _WEIGHTS = ("weight", "loss_weight", "train", "training", "trainable", "loss")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MESSAGE = {"role", "from", "content", "value", "tool_calls", "function_call"}
-_MESSAGE |= {"name", "metadata", *_WEIGHTS, *_REASONING}  # the first two change nothing
-_ANSWER = {"tool_call_id"}  # the call of an answer; templates show answers in order
+# The first two change nothing; some templates show the name of a tool's answer.
+_MESSAGE |= {"name", "metadata", *_WEIGHTS, *_REASONING}
+_ANSWER = {"tool_call_id"}  # the call of an answer
 # The content of each kind of part is at one of these keys.
 _PARTS = {
     "text": ("text", "value", "content"),
@@ -194,12 +195,14 @@ def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
             remedy="write it, or leave the record out",
         )
     weight = single_value(message, _WEIGHTS, where)
+    of_call = (message.get(key) for key in ("name", "tool_call_id") if role == "tool")
     return ChatMessage(
         role,
         tuple(by_kind["parts"]),
         tuple(parse_call(call, where, keys) for call in calls),
         None if weight is None else weight_of(weight, "weight", where),
         reasoning,
+        *(each if isinstance(each, str) else "" for each in of_call),
     )
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import PIL.Image
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.video_plan import VideoOptions
 from megatron_vlm.io.untrusted import UntrustedFile
 
+_NO_OPTIONS = VideoOptions()
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-20, 1e20  # float32 holds these weights and sums of their losses
 
 
@@ -31,27 +33,11 @@ class Image:
 
 
 @dataclass(frozen=True)
-class VideoOptions:
-    """Options of a record for one of its videos, named as there. None: as for all videos."""
-
-    fps: float | None = None  # file: frames to take per second; list: frames per second
-    nframes: int | None = None  # frames to take, instead of fps
-    min_frames: int | None = None
-    max_frames: int | None = None
-    min_pixels: int | None = None  # in each resized frame
-    max_pixels: int | None = None
-    total_pixels: int | None = None  # in all temporal patches, each with a frame's pixels
-    video_start: float | None = None  # seconds; earlier frames are not taken
-    video_end: float | None = None  # seconds; later frames are not taken
-    times: tuple[float, ...] | None = None  # seconds, for each frame of a list
-
-
-@dataclass(frozen=True)
 class Video:
     """A video file, or a list of frames."""
 
     source: str | tuple[Image, ...]
-    options: VideoOptions = VideoOptions()
+    options: VideoOptions = _NO_OPTIONS
 
     @property
     def name(self) -> str:
@@ -72,6 +58,8 @@ class ChatMessage:
     tool_calls: tuple[dict[str, Any], ...] = ()
     weight: float | None = None  # 0: not trained
     reasoning: str = ""  # an assistant's thoughts before its answer
+    name: str = ""  # the name of the tool, in its result
+    call_id: str = ""  # the id of the call, in the result of a tool
 
 
 @dataclass(frozen=True)

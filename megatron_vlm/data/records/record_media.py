@@ -14,13 +14,13 @@ from megatron_vlm.data.records.record import (
     Part,
     Record,
     Video,
-    VideoOptions,
     is_empty,
     is_list,
     kind_of,
     single_value,
 )
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.video_plan import VideoOptions
 
 MARKS = re.compile(r"(<image>|<video>)")
 _ANY_MARK = re.compile(r"<(image|video|audio)>")

@@ -11,7 +11,8 @@ _RESULT = "tool_result"  # type of Anthropic's parts with the answer of a tool
 
 
 def parse_call(call: Mapping[str, Any], where: str, keys: Keys) -> dict[str, Any]:
-    """Convert a call to {"type": "function", "function": {"name": ..., "arguments": {...}}}."""
+    """Convert a call to {"type": "function", "function": {"name": ..., "arguments": {...}}}, with
+    its id, if it has one."""
     place, own = f"{where}, a tool call", {"type", "id", "index", "cache_control"}
     if call.get("type") == "tool_use":  # Anthropic's
         call = {{"input": "arguments"}.get(k, k): v for k, v in call.items() if k != "type"}
@@ -31,7 +32,9 @@ def parse_call(call: Mapping[str, Any], where: str, keys: Keys) -> dict[str, Any
     if isinstance(arguments, str):
         arguments = parse_text(arguments, f"arguments of {name}", where)
     values = require_object({} if arguments is None else arguments, where, f"arguments of {name}")
-    return {"type": "function", "function": {"name": name, "arguments": dict(values)}}
+    numbered = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    function = {"name": name, "arguments": dict(values)}
+    return {"type": "function", **numbered, "function": function}
 
 
 def split_results(message: Any, where: str, keys: Keys) -> list[Any]:
@@ -53,7 +56,8 @@ def split_results(message: Any, where: str, keys: Keys) -> list[Any]:
     for number, result in enumerate(content[: sum(is_result)]):
         known = {"type", "tool_use_id", "content", "cache_control"}
         fields = keys.read(result, known, f"{where}, part {number}")
-        pieces.append({"role": "tool", "content": fields.get("content")})
+        called = {"tool_call_id": fields.get("tool_use_id")}
+        pieces.append({"role": "tool", "content": fields.get("content"), **called})
     rest = content[len(pieces) :]
     return [*pieces, {**message, "content": rest}] if rest else pieces
 

@@ -1,5 +1,6 @@
-"""Boxes and points as text that Qwen3-VL reads and writes: thousandths of the sides of the decoded
-picture, upright as its EXIF tag says. Resizing to whole patches changes no thousandth."""
+"""Boxes and points as text that models read and write: thousandths of the sides of the decoded
+picture, upright as its EXIF tag says. Resizing to whole patches changes no thousandth. Qwen3-VL
+writes x before y, Gemma 4 y before x (`y_first`)."""
 
 import itertools
 import json
@@ -30,12 +31,15 @@ class Outline:
         return f"{self.label} {list(self.numbers)}".strip()
 
 
-def write_boxes_as_text(chat: Conversation, sizes: Sequence[Size]) -> Conversation:
+def write_boxes_as_text(
+    chat: Conversation, sizes: Sequence[Size], y_first: bool = False
+) -> Conversation:
     """Return the chat with texts for `<ref-object>` and `<bbox>`; `sizes` has all pictures."""
     if chat.objects is None:
         return chat
     refs = iter(chat.objects.refs)
-    boxes = iter([str(list(numbers)) for numbers in _scaled_boxes(chat, sizes)])
+    order = _exchange_axes if y_first else tuple
+    boxes = iter([str(list(order(numbers))) for numbers in _scaled_boxes(chat, sizes)])
 
     def fill(text: str) -> str:
         return BOX_MARKS.sub(lambda mark: next(refs if mark[0] == REF else boxes), text)
@@ -52,7 +56,7 @@ def write_boxes_as_text(chat: Conversation, sizes: Sequence[Size]) -> Conversati
 
 
 def thousandths(box: Box, size: Size, where: str, key: str) -> tuple[int, ...]:
-    """Convert coordinates to Qwen3-VL's form. Up to a pixel outside counts as the edge."""
+    """Convert coordinates to thousandths. Up to a pixel outside counts as the edge."""
     height, width = size
     ends = {"real": (width, height), "norm1": (1, 1), "norm1000": (1000, 1000)}[box.unit]
     coordinates = []
@@ -83,13 +87,17 @@ def thousandths(box: Box, size: Size, where: str, key: str) -> tuple[int, ...]:
     return tuple(coordinates)
 
 
-def outlines_of(record: Record, sizes: Sequence[Size], images: int) -> list[list[Outline]]:
-    """Return the outlines to draw on each of the record's images: the boxes of its `objects` or,
-    for a single image, those that its texts hold as JSON, in the form of Qwen's cookbook."""
+def outlines_of(
+    record: Record, sizes: Sequence[Size], images: int, y_first: bool = False
+) -> list[list[Outline]]:
+    """Return the outlines to draw on each of the record's images, x before y: the boxes of its
+    `objects` or, for a single image, those that its texts hold as JSON, as models write them."""
     outlines: list[list[Outline]] = [[] for _ in range(images)]
     if not isinstance(record, Conversation):
         return outlines
-    text_outlines = list(_outlines_in_texts(write_boxes_as_text(record, sizes)))
+    text_outlines = list(_outlines_in_texts(write_boxes_as_text(record, sizes, y_first)))
+    if y_first:
+        text_outlines = [Outline(o.label, _exchange_axes(o.numbers)) for o in text_outlines]
     if record.objects is None:
         if images == 1:
             outlines[0] += text_outlines
@@ -101,6 +109,11 @@ def outlines_of(record: Record, sizes: Sequence[Size], images: int) -> list[list
         name = refs[place] if len(refs) == len(boxes) else refs[0] if len(refs) == 1 else ""
         outlines[box.image].append(Outline(labels.get(numbers) or name, numbers))
     return outlines
+
+
+def _exchange_axes(numbers: Sequence[float]) -> tuple[float, ...]:
+    """Return a box or a point with its axes in the other order."""
+    return (*numbers[1::-1], *numbers[:1:-1])
 
 
 def _scaled_boxes(chat: Conversation, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
@@ -118,14 +131,15 @@ def _outlines_in_texts(chat: Conversation) -> Iterator[Outline]:
 
 
 def outlines_in_text(text: str) -> Iterator[Outline]:
-    """Yield the boxes and points of a text: {"bbox_2d": [...], "label": ...}, "point_2d"."""
+    """Yield the boxes and points of a text: {"bbox_2d": [...], "label": ...} as of Qwen, "box_2d"
+    as of Gemma, or "point_2d"."""
     for match in _FLAT_JSON.finditer(text):
         try:
             value: Any = json.loads(match[0])
         except (ValueError, RecursionError):
             continue
         label = value.get("label")
-        for name, count in (("bbox_2d", 4), ("point_2d", 2)):
+        for name, count in (("bbox_2d", 4), ("box_2d", 4), ("point_2d", 2)):
             numbers = value.get(name)
             if not isinstance(numbers, list) or len(numbers) != count:
                 continue

@@ -1,6 +1,5 @@
-"""Chats as tokens: rendered once by the tokenizer's own template, which must be ChatML, with the
-span of every message between the ids of `<|im_start|>` and `<|im_end|>`. Text that merely spells
-these never becomes one of them.
+"""Chats as tokens: rendered once by the tokenizer's own template, with the span of every message by
+the family's chat format. Text that merely spells a special token never becomes one.
 
 Shapes: U tokens before placeholders are expanded."""
 
@@ -16,26 +15,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.data.records.record import Conversation
-from megatron_vlm.data.tokens.chat_template import (
-    CLOSE,
-    EMPTY_BLOCK,
-    THINKING_VARIABLE,
-    AnswerOpening,
-    ChatTemplate,
-    contrary_text,
-)
-from megatron_vlm.data.tokens.loss_spans import (
-    RenderedMessage,
-    choose_trained,
-    take_turns,
-    weight_of_message,
-)
-from megatron_vlm.data.tokens.tokenizer import PRIVATE_USE, cut_special_tokens
+from megatron_vlm.data.tokens.answer_message import with_thoughts
+from megatron_vlm.data.tokens.chat_template import THINKING_VARIABLE, AnswerOpening, ChatTemplate
+from megatron_vlm.data.tokens.loss_spans import RenderedMessage, choose_trained, weight_of_message
+from megatron_vlm.data.tokens.tokenizer import PRIVATE_USE, add_special_tokens, cut_special_tokens
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.spec import VisionMarks
+from megatron_vlm.family.chat_format import ChatFormat, RenderedText
 from megatron_vlm.io.untrusted import UntrustedFile
 
-START, END = "<|im_start|>", "<|im_end|>"
 _CUTS = f"[{chr(PRIVATE_USE.start)}-{chr(PRIVATE_USE.stop)}]"
 _LONG_WORD = 2**16  # characters without a space
 _MAX_RENDERERS = 64  # renderers that are kept, each with other variables of records
@@ -58,33 +45,42 @@ class ChatRenderer:
         self,
         tokenizer: PreTrainedTokenizerBase,
         special_tokens: str,
-        marks: VisionMarks,
+        chat_format: ChatFormat,
         variables: Mapping[str, Any] | None = None,
     ):
         """Check the tokenizer and its template. `variables` are data.template_kwargs."""
         self.outside = UntrustedFile(
             f"the tokenizer of {tokenizer.name_or_path}",
             ConfigError,
-            "give a Qwen3-VL tokenizer as the checkpoint has it",
+            "give the tokenizer's files as the checkpoint has them",
         )
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer, self.outside, dict(variables or {}))
-        self.special_tokens, self.marks = special_tokens, marks
-        names = (START, END, marks.image, marks.video, marks.start, marks.end)
+        self.template = ChatTemplate(tokenizer, self.outside, chat_format, dict(variables or {}))
+        self.special_tokens, self.chat_format = special_tokens, chat_format
+        names, marks = chat_format.tokens, chat_format.marks
+        add_special_tokens(tokenizer, names)
         with self.outside.wrap_errors("cannot look up its tokens"):
             ids = tokenizer.convert_tokens_to_ids(list(names))
             known = [None if id is None else tokenizer.convert_ids_to_tokens(id) for id in ids]
         for name, known_name in zip(names, known, strict=True):
             if known_name != name:
                 raise ConfigError(
-                    "is not among its tokens, so that it is not a Qwen-VL tokenizer",
+                    "is not among its tokens, and the model's chat format needs it",
                     place=self.outside.name,
                     key=name,
                 )
-        self.start_id, self.end_id, self.image_id, self.video_id = ids[:4]
-        self.vision_start_id, self.vision_end_id = ids[4:]
+        self.id_of = id_of = dict(zip(names, ids, strict=True))
+        self.start_id = id_of[chat_format.opens]
+        self.end_ids = tuple(id_of[end] for end in chat_format.ends)
+        self.image_id, self.video_id = id_of[marks.image], id_of[marks.video]
+        self.vision_start_id, self.vision_end_id = id_of[marks.start], id_of[marks.end]
         added = tokenizer.added_tokens_decoder.values()
         special = sorted({*names, *(token.content for token in added if token.special)})
+        self.hidden_ids = {
+            id
+            for id, token in tokenizer.added_tokens_decoder.items()
+            if token.special and token.content not in chat_format.shown
+        }
         self.special = re.compile("|".join(map(re.escape, special)))
         self._with_variables: dict[str, ChatRenderer] = {}
 
@@ -96,7 +92,9 @@ class ChatRenderer:
         if key not in self._with_variables:
             variables = {**self.template.variables, **chat.variables}
             try:
-                renderer = ChatRenderer(self.tokenizer, self.special_tokens, self.marks, variables)
+                renderer = ChatRenderer(
+                    self.tokenizer, self.special_tokens, self.chat_format, variables
+                )
             except ConfigError as error:
                 name = str(error.key).removeprefix("data.template_kwargs.")
                 remedy = f"correct it, or set data.ignore_keys=[{name}]"
@@ -113,12 +111,22 @@ class ChatRenderer:
         videos: Sequence[str],
         train_on: str | Sequence[str],
         bounded: Callable[[str], str] = str,
+        prompt: bool = False,
     ) -> Rendered:
         """Return the tokens and the weights of their losses. `videos` has the text of each video.
-        `bounded` may shorten the text, or refuse it, before it costs time and memory as tokens."""
+        `bounded` may shorten the text, or refuse it, before it costs time and memory as tokens. A
+        prompt is followed by what opens an answer."""
+        turns = tuple(with_thoughts(turn, self.chat_format) for turn in chat.turns)
+        chat = replace(chat, turns=turns)
         chat, cut = cut_special_tokens(chat, self.special, self.special_tokens)
         text = self.template.text_of(chat)
-        text, video_chars = _fill(bounded(text), self.marks.video, videos, cut, chat.where)
+        opening = self.template.opening_of(chat, text) if prompt else ""
+        begin_answer = self.chat_format.begin_answer
+        if begin_answer is not None and not prompt and chat.turns[-1].role == "assistant":
+            text = begin_answer(text, self.template.openings, self.template.hidden_thoughts(chat))
+        marks = self.chat_format.marks
+        text = bounded(text).replace(marks.image, marks.picture)
+        text, video_chars = _fill(text, marks.video, videos, cut, chat.where)
         ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
         text = text.replace(cut, "") if cut else text
         rendered_messages = self._messages(chat, text, ids_U, starts_U)
@@ -129,13 +137,19 @@ class ChatRenderer:
             if is_trained and message.turns:
                 first = message.body + self._given(message, ids_U)
                 weights_U[first : message.end] = weight_of_message(message, chat.where)
-        return Rendered(ids_U, weights_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
+        places = np.searchsorted(starts_U, video_chars)
+        if opening:
+            opening_K = self._tokenize([opening])[0]
+            ids_U = np.concatenate([ids_U, opening_K])
+            weights_U = np.pad(weights_U, (0, len(opening_K)))
+        return Rendered(ids_U, weights_U, tuple(places.tolist()))
 
     def _given(self, message: RenderedMessage, ids_U: np.ndarray) -> int:
         """Return how many of the first tokens of an answer its prompt has already."""
-        if message.role != "assistant" or self.opening is None:
+        opening = self._opening_after_result if message.is_after_result else self.opening
+        if message.role != "assistant" or opening is None:
             return 0
-        return self.opening.given(ids_U[message.body : message.end])
+        return opening.given(ids_U[message.body : message.end])
 
     def is_contrary(self, ids_S: np.ndarray, trained_S: np.ndarray) -> bool:
         """Return whether a trained answer begins as no prompt asks, unless thinking is set."""
@@ -155,9 +169,10 @@ class ChatRenderer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Bytes of the longest token. The vocabulary has one character for each byte."""
+        """Bytes that no token exceeds. Where a vocabulary has a character for each byte, they are
+        up to twice those of its longest token."""
         added = (token.content for token in self.tokenizer.added_tokens_decoder.values())
-        return max(map(len, [*self.tokenizer.get_vocab(), *(text.encode() for text in added)]))
+        return max(len(text.encode()) for text in (*self.tokenizer.get_vocab(), *added))
 
     def shorten(self, text: str, tokens: int) -> str:
         """Keep at least the first `tokens` tokens of a text, and of the rest only empty turns."""
@@ -166,7 +181,7 @@ class ChatRenderer:
             end *= 2
         space = re.compile(r"\s").search(text, end, end + _LONG_WORD)  # Words are cut there anyway.
         end = space.start() if space else end
-        frame = re.compile(rf"{re.escape(START)}[^\n]*\n|{self.special.pattern}")
+        frame = re.compile(rf"{re.escape(self.chat_format.opens)}[^\n]*\n|{self.special.pattern}")
         marks = []
         for mark in frame.finditer(text):
             if mark.end() > end:
@@ -174,29 +189,26 @@ class ChatRenderer:
                 end = min(end, mark.start())
         return text[:end] + "".join(marks)
 
-    def open_answer(self, rendered: Rendered) -> Rendered:
-        """Return the chat followed by the tokens that open an answer."""
-        ids_U = np.concatenate([rendered.ids_U, self._opening_tokens])
-        weights_U = np.pad(rendered.weights_U, (0, len(self._opening_tokens)))
-        return replace(rendered, ids_U=ids_U, weights_U=weights_U)
-
     @cached_property
     def opening(self) -> AnswerOpening | None:
         """The part of an answer that a prompt has already, if thinking can be switched off."""
         if not self.template.has_switch:
             return None
-        opening = self.template.opening
-        line, _, block = opening.partition("\n")
-        if not block or not EMPTY_BLOCK.startswith(block):
-            return None
-        ids_K, starts_K = self._tokenize([opening])
-        contrary_K = self._tokenize([contrary_text(block)])[0]
-        return AnswerOpening(ids_K[starts_K > len(line)], contrary_K, CLOSE not in block)
+        line, _, block = self.template.opening.partition("\n")
+        return self._answer_opening(f"{line}\n", block)
 
     @cached_property
-    def _opening_tokens(self) -> np.ndarray:
-        """Tokens that the template adds when an answer is to follow."""
-        return self._tokenize([self.template.opening])[0]
+    def _opening_after_result(self) -> AnswerOpening | None:
+        """The same for an answer in the turn of a tool's result."""
+        return self._answer_opening("", self.template.openings.after_result)
+
+    def _answer_opening(self, header: str, block: str) -> AnswerOpening | None:
+        thoughts = self.chat_format.thoughts
+        if not block or not thoughts.empty.startswith(block):
+            return None
+        ids_K, starts_K = self._tokenize([header + block])
+        contrary_K = self._tokenize([thoughts.contrary(block)])[0]
+        return AnswerOpening(ids_K[starts_K >= len(header)], contrary_K, thoughts.is_open(block))
 
     @cached_property
     def end_of_text(self) -> tuple[int, ...]:
@@ -207,11 +219,18 @@ class ChatRenderer:
                 list(self.tokenizer("a", add_special_tokens=adds)["input_ids"])
                 for adds in (True, False)
             )
+        if whole[:1] == [self.tokenizer.bos_token_id]:  # It comes from the template, too.
+            whole = whole[1:]
         if whole[: len(bare)] != bare:
             raise ConfigError(
                 ": it adds tokens before each text", place=self.outside.name, key="post_processor"
             )
         return tuple(whole[len(bare) :])
+
+    def answer_text(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer, without special tokens that do not belong to it."""
+        shown = [id for id in ids if id not in self.hidden_ids]
+        return str(self.tokenizer.decode(shown))
 
     def ids_of(self, words: Sequence[str]) -> list[int]:
         """Return the token of each word that is one token."""
@@ -248,27 +267,17 @@ class ChatRenderer:
     def _messages(
         self, chat: Conversation, text: str, ids_U: np.ndarray, starts_U: np.ndarray
     ) -> list[RenderedMessage]:
-        opens = np.flatnonzero(ids_U == self.start_id)
-        closes = np.flatnonzero(ids_U == self.end_id)
-        if not len(opens) or len(opens) != len(closes) or (closes < opens).any():
+        rendered = RenderedText(text, ids_U, starts_U, self.id_of, chat.where)
+        messages, shown = [], 0
+        for span in self.chat_format.find_messages(rendered, chat.turns):
+            turns = [chat.turns[place] for place in span.turns]
+            role = turns[0].role if turns else span.role
+            messages.append(RenderedMessage(role, span.body, span.end, turns, span.is_after_result))
+            shown = max(shown, *(place + 1 for place in span.turns), 0)
+        if left := chat.turns[shown:]:
             raise ConfigError(
-                f": the chat template renders {len(opens)} {START} and {len(closes)} {END}; only "
-                "ChatML templates are supported",
-                place=chat.where,
-            )
-        messages = []
-        pending = list(chat.turns)
-        for start, close in zip(opens.tolist(), closes.tolist(), strict=True):
-            line = text.find("\n", starts_U[start])
-            role = text[starts_U[start] + len(START) : line]
-            body = int(np.searchsorted(starts_U, line + 1))
-            turns = take_turns(pending, role)
-            role = turns[0].role if turns else role
-            messages.append(RenderedMessage(role, min(body, close), close + 1, turns))
-        if pending:
-            raise ConfigError(
-                f": the chat template leaves out {len(pending)} of {len(chat.turns)} messages, "
-                f"the first of which is a {pending[0].role} message",
+                f": the chat template leaves out {len(left)} of {len(chat.turns)} messages, "
+                f"the first of which is a {left[0].role} message",
                 place=chat.where,
             )
         return messages

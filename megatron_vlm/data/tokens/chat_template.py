@@ -19,12 +19,11 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.data.records.record import ChatMessage, Conversation, Image
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family.chat_format import ChatFormat, Openings
 from megatron_vlm.io.untrusted import UntrustedFile, reason
 
 _THOUGHT = "thought before it is said"  # text that no template has
 _PATIENCE_S = 60.0  # limit for a template to render a chat, which takes milliseconds
-OPEN_BLOCK, CLOSE = "<think>\n", "</think>"
-EMPTY_BLOCK = "<think>\n\n</think>\n\n"
 THINKING_VARIABLE = "enable_thinking"  # variable of a chat template
 THINKING_VARIABLES = (THINKING_VARIABLE, "preserve_thinking")  # A template would take "no" for yes.
 
@@ -36,6 +35,7 @@ class ChatTemplate:
         self,
         tokenizer: PreTrainedTokenizerBase,
         outside: UntrustedFile,
+        chat_format: ChatFormat,
         variables: Mapping[str, Any],
     ):
         """Check the template and its variables, which are data.template_kwargs."""
@@ -48,6 +48,7 @@ class ChatTemplate:
                 "ORG/NAME --exclude '*.safetensors'",
             )
         self.tokenizer, self.outside, self.variables = tokenizer, outside, variables
+        self.chat_format, self.thoughts = chat_format, chat_format.thoughts
         self.name = f"the chat template of {tokenizer.name_or_path}"
         self._check_variables()
 
@@ -56,25 +57,51 @@ class ChatTemplate:
         try:
             messages = [self._form(turn) for turn in chat.turns]
             text = self._apply(messages, tools=list(chat.tools) or None)
-            has_reasoning = any(turn.reasoning for turn in chat.turns)
-            is_hidden = has_reasoning and not self._shows_reasoning
+            is_hidden = bool(self._hidden(chat)) and self.hidden_thoughts(chat) == ""
         except TemplateSyntaxError as error:
             raise self.outside.error(f"its chat template is wrong: {reason(error)}") from error
         except Exception as error:  # a template is a program, which may raise anything
             raise DataError(
                 f": {self.name} cannot show it: {error}",
                 place=chat.where,
-                remedy=remedy_of(str(error)),
+                remedy=self.chat_format.remedy_of(str(error)),
             ) from error
         if is_hidden:
             raise DataError(
                 f"of an answer is not shown by {self.name}",
                 place=chat.where,
                 key="reasoning_content",
-                remedy="train a Thinking checkpoint, or leave it out with data.ignore_keys="
-                "[reasoning_content,reasoning,thinking]",
+                remedy="train a checkpoint whose template does, as of Thinking ones, or leave "
+                "it out with data.ignore_keys=[reasoning_content,reasoning,thinking]",
             )
         return text
+
+    def hidden_thoughts(self, chat: Conversation) -> str:
+        """Return the thoughts of the answer that ends the chat, if the template does not show them
+        and the chat format can."""
+        hidden = self._hidden(chat)
+        is_last = hidden == [chat.turns[-1]] and self.chat_format.begin_answer is not None
+        return chat.turns[-1].reasoning if is_last else ""
+
+    def _hidden(self, chat: Conversation) -> list[ChatMessage]:
+        """Return the answers whose thoughts the template should show, and does not. If a format can
+        write those of the last answer, no template shows them before a question."""
+        turns = chat.turns
+        if self.chat_format.begin_answer is not None:
+            asked = max((n for n, turn in enumerate(turns) if turn.role == "user"), default=-1)
+            turns = turns[asked + 1 :]
+        thinking = [turn for turn in turns if turn.reasoning]
+        return [] if not thinking or self.shows_reasoning else thinking
+
+    def opening_of(self, chat: Conversation, text: str) -> str:
+        """Return what the template adds to the text of a chat when an answer is to follow."""
+        if self.chat_format.begin_answer is None:
+            return self.opening  # always the same
+        messages = [self._form(turn) for turn in chat.turns]
+        opened = self._apply(messages, tools=list(chat.tools) or None, add_generation_prompt=True)
+        if not opened.startswith(text):
+            raise self.outside.error("its chat template changes a chat that an answer follows")
+        return opened.removeprefix(text)
 
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Return the text that the template renders."""
@@ -84,7 +111,7 @@ class ChatTemplate:
         return text
 
     @cached_property
-    def _shows_reasoning(self) -> bool:
+    def shows_reasoning(self) -> bool:
         """True if the template shows the last answer's reasoning; Qwen's show no earlier one."""
         answer = {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT}
         return _THOUGHT in self._apply([{"role": "user", "content": "a"}, answer])
@@ -94,16 +121,25 @@ class ChatTemplate:
         """True if the template finds the thoughts in the text of an answer."""
         if not self.has_switch:
             return True
-        question, text = {"role": "user", "content": "a"}, f"<think>\n{_THOUGHT}\n</think>\n\nb"
+        question, text = {"role": "user", "content": "a"}, self.thoughts.text_of(_THOUGHT, "b")
         answer = {"role": "assistant", "content": text}
-        found, split = (self._apply([question, each]) for each in (answer, split_thoughts(answer)))
+        found, split = (self._apply([question, each]) for each in (answer, self._split(answer)))
         return found == split
 
     def _form(self, turn: ChatMessage) -> dict[str, Any]:
         """Return the turn in the form that the template expects."""
         message = _message(turn)
-        in_text = "</think>" in str(message["content"])
-        return split_thoughts(message) if in_text and not self._reads_thoughts_in_text else message
+        in_text = self.thoughts.end in str(message["content"])
+        return self._split(message) if in_text and not self._reads_thoughts_in_text else message
+
+    def _split(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return an assistant's message with the thoughts in its text in their own field."""
+        content = message["content"]
+        if message["role"] != "assistant" or "reasoning_content" in message:
+            return message
+        if not isinstance(content, str) or (found := self.thoughts.split(content)) is None:
+            return message
+        return {**message, "content": found[1], "reasoning_content": found[0]}
 
     def _check_variables(self) -> None:
         """Raise a ConfigError for a variable that the template does not read or take."""
@@ -145,7 +181,25 @@ class ChatTemplate:
     @cached_property
     def opening(self) -> str:
         """Text that the template adds when an answer is to follow."""
-        chat = [{"role": "user", "content": ""}]
+        return self._opening_after([{"role": "user", "content": ""}])
+
+    @cached_property
+    def openings(self) -> Openings:
+        """Text that the template adds after a question, and after the result of a tool."""
+        call = {"type": "function", "function": {"name": "a", "arguments": {}}}
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": ""},
+        ]
+        return Openings(self.opening, self._opening_after(chat))
+
+    def opening_after(self, role: str) -> str:
+        """Return what the template adds after a message of this role."""
+        is_open = role == "tool" and self.chat_format.begin_answer is not None
+        return self.openings.after_result if is_open else self.opening
+
+    def _opening_after(self, chat: list[dict[str, Any]]) -> str:
         with self.outside.wrap_errors("its chat template cannot open an answer"):
             closed, opened = (
                 self._apply(chat, add_generation_prompt=opens) for opens in (False, True)
@@ -166,7 +220,9 @@ def _message(turn: ChatMessage) -> dict[str, Any]:
         ]
     calls = {"tool_calls": list(turn.tool_calls)} if turn.tool_calls else {}
     thoughts = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
-    return {"role": turn.role, "content": content, **thoughts, **calls}
+    named = {"name": turn.name, "tool_call_id": turn.call_id}
+    of_call = {key: value for key, value in named.items() if value}
+    return {"role": turn.role, "content": content, **thoughts, **calls, **of_call}
 
 
 _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
@@ -213,38 +269,9 @@ class AnswerOpening:
         where the prompt opens one, or reasoning where the prompt has an empty block."""
         count = len(self.contrary_K)
         starts = np.flatnonzero(ids_S[: max(len(ids_S) - count + 1, 0)] == self.contrary_K[0])
+        # Its first tokens may be those of the prompt, so that only the next one is trained.
         return any(
-            trained_S[start + count - 1]
+            trained_S[start + count - 1 : start + count + 1].any()
             and np.array_equal(ids_S[start : start + count], self.contrary_K)
             for start in starts.tolist()
         )
-
-
-def split_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return an assistant's message with the thoughts in its text moved into their own field, as
-    Qwen3.5's template takes them out of the text; that of Qwen3.8 does not."""
-    content = message["content"]
-    if message["role"] != "assistant" or "reasoning_content" in message:
-        return message
-    if not isinstance(content, str) or CLOSE not in content:
-        return message
-    thoughts = content.split(CLOSE)[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
-    answer = content.split(CLOSE)[-1].lstrip("\n")
-    return {**message, "content": answer, "reasoning_content": thoughts}
-
-
-def contrary_text(opening: str) -> str:
-    """Return how an answer begins that is contrary to the text that opens answers."""
-    return OPEN_BLOCK if CLOSE in opening else EMPTY_BLOCK
-
-
-_REMEDIES = (
-    ("No user query found", "give the chat a message of the user that is no answer of a tool"),
-    ("System message cannot contain", "move pictures and videos into a message of the user"),
-    ("System message must be at the beginning", "put the system message first"),
-)
-
-
-def remedy_of(refusal: str) -> str:
-    """Return the remedy for what the template of a Qwen model refuses, or ""."""
-    return next((remedy for text, remedy in _REMEDIES if text in refusal), "")

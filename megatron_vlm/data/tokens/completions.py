@@ -3,13 +3,16 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
 from megatron_vlm.errors import ConfigError
 
 Ended = Literal["stop", "length"]
+# Tokens of answers that are being drawn. For each answer: the number of tokens that were told
+# before, and a list of those that follow.
+Pieces: TypeAlias = list[list[Any]]
 # Lower temperatures above 0 are refused: logits that are divided by them may overflow, and the
 # sample is the most likely token in any case.
 COLDEST = 1e-6
@@ -26,6 +29,7 @@ class SamplingSettings:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     tempered: bool = False  # log-probs are those at this temperature, not at 1
+    json_schema: str | None = None  # what answers are held to, by engines with `has_schemas`
 
     def __post_init__(self) -> None:
         temperature = self.temperature == 0 or COLDEST <= self.temperature < math.inf
@@ -74,17 +78,19 @@ class Completion:
     # settings are tempered.
     log_probs: tuple[float, ...]
     ended: Ended
-    version: int = 0  # version of the weights that sampled it
+    # Versions of the weights that sampled it, in order, each with its number of tokens: more than
+    # one if an update has interrupted it.
+    versions: tuple[tuple[int, int], ...] = ()
     # On request, the experts of the tokens, as a Row takes them. The last token has -1, because
     # nothing was sampled after it.
     routing_SLK: Tensor | None = None
 
     def as_json(self) -> list[Any]:
         """Return the answer in a form that JSON can hold, without the routing."""
-        return [self.ids, self.log_probs, self.ended, self.version]
+        return [self.ids, self.log_probs, self.ended, self.versions]
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> "Completion":
         """Build an answer from the form of `as_json`."""
-        ids, log_probs, ended, version = values
-        return Completion(tuple(ids), tuple(log_probs), ended, version)
+        ids, log_probs, ended, versions = values
+        return Completion(tuple(ids), tuple(log_probs), ended, tuple(map(tuple, versions)))

@@ -12,10 +12,7 @@ from functools import partial
 import numpy as np
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.media.media import MediaPolicy, image_size, resolve_path
-from megatron_vlm.data.media.processor_settings import VideoSettings
-from megatron_vlm.data.media.video import VideoInfo, VideoPlan, plan_video, video_text
 from megatron_vlm.data.media.video_file import probe_video
 from megatron_vlm.data.records.record import (
     Conversation,
@@ -27,15 +24,10 @@ from megatron_vlm.data.records.record import (
 )
 from megatron_vlm.data.tokens.boxes_as_text import Size, write_boxes_as_text
 from megatron_vlm.data.tokens.chat_renderer import ChatRenderer, Rendered
-from megatron_vlm.data.tokens.sample import (
-    Grid,
-    RecordDropped,
-    Sample,
-    Span,
-    cut_sample,
-    uneven_weights,
-)
+from megatron_vlm.data.tokens.sample import RecordDropped, Sample, Span, cut_sample, uneven_weights
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.images import ImageReader, VideoReader
+from megatron_vlm.family.video_plan import Grid, VideoInfo, VideoPlan
 
 
 @dataclass
@@ -43,8 +35,8 @@ class Encoder:
     """An encoder that turns records into samples. It can be pickled, for worker processes."""
 
     renderer: ChatRenderer
-    images: ImageSettings
-    videos: VideoSettings
+    images: ImageReader
+    videos: VideoReader
     cfg: DataConfig
 
     def encode(self, record: Record, policy: MediaPolicy, prompt: bool = False) -> Sample:
@@ -60,12 +52,11 @@ class Encoder:
             for i, video in enumerate(record.media(Video))
         ]
         if isinstance(record, Conversation):
-            texts = [self._text_of_video(plan) for plan in plans]
+            texts = [self.videos.text(plan) for plan in plans]
             bounded = partial(self._shorten_long_text, where=record.where)
-            chat = write_boxes_as_text(record, sizes)
+            chat = write_boxes_as_text(record, sizes, self.renderer.chat_format.y_first)
             renderer = self.renderer.for_chat(chat)
-            rendered = renderer.render(chat, texts, self.cfg.train_on, bounded)
-            rendered = renderer.open_answer(rendered) if prompt else rendered
+            rendered = renderer.render(chat, texts, self.cfg.train_on, bounded, prompt)
         else:
             rendered = self._read_chunks(record, image_grids)
         whole, spans = self._expand(record, rendered, image_grids, plans)
@@ -91,10 +82,10 @@ class Encoder:
                 info = probe_video(path)
             except DataError as error:
                 raise error.within(where) from error
-            return plan_video(info, self.videos, True, where, video.options)
+            return self.videos.plan(info, True, where, video.options)
         size = image_size(video.source[0], policy, where)
         info = VideoInfo(len(video.source), video.options.fps, *size)
-        return plan_video(info, self.videos, False, where, video.options)
+        return self.videos.plan(info, False, where, video.options)
 
     def _read_chunks(self, record: EncodedRecord, grids: Sequence[Grid]) -> Rendered:
         """Return the encoded tokens with a placeholder, and no mask, for each image."""
@@ -105,7 +96,7 @@ class Encoder:
         for index, chunk in enumerate(record.chunks):
             where = f"{record.where}: chunk {index}"
             if isinstance(chunk, ImageChunk):
-                count = self._num_tokens(grids[image])
+                count = self.images.num_tokens(grids[image])
                 if chunk.expected_tokens not in (None, count):
                     raise DataError(
                         f"differs from the {count} tokens that the image makes",
@@ -141,16 +132,6 @@ class Encoder:
             )
         return Rendered(np.array(ids, dtype=np.int32), np.array(weights, dtype=np.float32), ())
 
-    def _text_of_video(self, plan: VideoPlan) -> str:
-        """Return the text with a single placeholder for each frame, to be expanded by count."""
-        marks, count = self.renderer.marks, self._num_tokens(plan.grid_thw)
-        text = video_text(plan, self.videos.merge_size, marks)
-        return text.replace(marks.video * count, marks.video)
-
-    def _num_tokens(self, grid: Grid) -> int:
-        """Return the number of tokens of an image, or of one frame of a video."""
-        return grid[1] * grid[2] // self.images.merge_size**2
-
     def _expand(
         self,
         record: Record,
@@ -160,7 +141,7 @@ class Encoder:
     ) -> tuple[Sample, list[Span]]:
         """Repeat each placeholder by its count. Return the sample and the spans of its media."""
         ids_U = rendered.ids_U
-        video_grids = tuple(plan.grid_thw for plan in plans)
+        video_grids = tuple(plan.grid for plan in plans)
         # One placeholder for each image, and one for each frame of a video.
         images = np.flatnonzero(ids_U == self.renderer.image_id)
         frames = np.flatnonzero(ids_U == self.renderer.video_id)
@@ -173,8 +154,8 @@ class Encoder:
                 place=record.where,
             )
         repeats_U = np.ones(len(ids_U), dtype=np.int64)
-        repeats_U[images] = [self._num_tokens(grid) for grid in image_grids]
-        repeats_U[frames] = [self._num_tokens(grid) for grid in frame_grids]
+        repeats_U[images] = [self.images.num_tokens(grid) for grid in image_grids]
+        repeats_U[frames] = [self.videos.num_tokens(grid) for grid in frame_grids]
         starts_U = repeats_U.cumsum() - repeats_U
         spans = [("image", place, place) for place in images.tolist()]
         ends = itertools.accumulate(grid[0] for grid in video_grids)
@@ -193,7 +174,7 @@ class Encoder:
         return Sample(ids_S, weights_S > 0, *grids, uneven_weights(weights_S)), token_spans
 
     def _with_brackets(self, ids_U: np.ndarray, first: int, last: int) -> tuple[int, int]:
-        """Extend [first, last] by the <|vision_start|> and <|vision_end|> around it."""
+        """Extend [first, last] by the special tokens around it."""
         while first > 0 and ids_U[first - 1] == self.renderer.vision_start_id:
             first -= 1
         while last + 1 < len(ids_U) and ids_U[last + 1] == self.renderer.vision_end_id:
@@ -216,9 +197,9 @@ class Encoder:
         the data. If a sample is passed, smaller images or videos would help."""
         if self.cfg.truncation == "drop":
             return RecordDropped("above data.max_tokens or data.max_images")
-        smaller = " lower data.max_pixels," if sample and sample.image_grids else ""
+        smaller = f" lower {self.images.limits}," if sample and sample.image_grids else ""
         if sample and sample.video_grids:
-            smaller += " lower data.video.max_pixels or data.video.max_frames,"
+            smaller += f" lower {self.videos.limits},"
         (key, counted), *others = over.items()
         too = (f", and data.{k}={getattr(self.cfg, k)} below its {count}" for k, count in others)
         return DataError(

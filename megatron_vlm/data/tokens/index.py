@@ -74,7 +74,6 @@ class Index:
 
         tokens = lengths("token_ends")
         self.digests, self.tokens = column("digests")[starts], total(tokens)
-        self.token_pairs = total(tokens * (tokens + 1) // 2)
         self.longest = np.maximum.reduceat(tokens, starts) if len(starts) else tokens
         self.supervised, self.patches, self.patch_pairs, self.images = (
             total(column(name)) for name in ("supervised", "patches", "patch_pairs", "images")
@@ -93,6 +92,15 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def lengths(self, sample: int) -> list[int]:
+        """Return the tokens of each row of a sample."""
+        if self.rows[sample] == 1:  # each epoch asks for all samples
+            return [int(self.tokens[sample])]
+        start, stop = self.place[sample], self.place[sample] + self.rows[sample]
+        ends = self.files[self.chunk_of[sample]].columns["token_ends"][max(start - 1, 0) : stop]
+        lengths: list[int] = np.diff(ends, prepend=0)[min(start, 1) :].tolist()
+        return lengths
 
     def only(self, chosen: np.ndarray) -> "Index":
         """Return the index of the chosen samples; `chosen` has a flag for each."""
@@ -233,8 +241,8 @@ def index_key(source: Source, reader: Reader, cfg: DataConfig) -> str:
         "source": [source.digest, len(source), reader.policy.root],
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "template": tokenizer.chat_template,
-        "images": asdict(encoder.images),
-        "videos": asdict(encoder.videos),
+        "images": vars(encoder.images),
+        "videos": vars(encoder.videos),
         "rules": {key: getattr(cfg, key) for key in _DECIDING},
     }
     if reader.kind != "chat":

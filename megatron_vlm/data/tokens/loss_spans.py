@@ -10,12 +10,13 @@ from megatron_vlm.errors import DataError
 
 @dataclass(frozen=True)
 class RenderedMessage:
-    """A message of the rendered text: tokens [body, end) after its role, with <|im_end|>."""
+    """A message of the rendered text: tokens [body, end) after its role, with its closing token."""
 
     role: str
     body: int
     end: int
     turns: list[ChatMessage]  # turns that it shows
+    is_after_result: bool = False  # an answer in the turn of the result before it
 
     @property
     def weight(self) -> float | None:
@@ -30,8 +31,9 @@ def choose_trained(
     if train_on == "record":
         return [bool(message.weight) for message in messages]
     if train_on == "last_assistant":
-        last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
-        return [i == last for i in range(len(messages))]
+        answers = (m for m in reversed(messages) if m.role == "assistant" and m.turns)
+        last = next((message.turns[-1] for message in answers), None)
+        return [any(turn is last for turn in message.turns) for message in messages]
     roles = ["assistant"] if train_on == "all_assistant" else train_on
     return [message.role in roles for message in messages]
 
@@ -48,21 +50,3 @@ def weight_of_message(message: RenderedMessage, where: str) -> float:
             remedy="give them the same",
         )
     return 1.0 if message.weight is None else message.weight
-
-
-def take_turns(waiting: list[ChatMessage], role: str) -> list[ChatMessage]:
-    """Take the turns that a message with this role shows: one, or several tool messages, which
-    Qwen's templates show as one of the user; none for a system prompt of the template's own."""
-    if waiting and waiting[0].role == "system" != role and _is_blank(waiting[0]):
-        del waiting[0]
-    if waiting and role == "user" and waiting[0].role == "tool":
-        count = next((i for i, t in enumerate(waiting) if t.role != "tool"), len(waiting))
-    else:
-        count = int(bool(waiting) and waiting[0].role == role)
-    taken = waiting[:count]
-    del waiting[:count]
-    return taken
-
-
-def _is_blank(turn: ChatMessage) -> bool:
-    return not any(not isinstance(part, str) or part.strip() for part in turn.parts)

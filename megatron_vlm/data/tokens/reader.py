@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,7 @@ from torch import Tensor
 
 from megatron_vlm.config.objective_configs import RecordKind, RetrievalForm
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
-from megatron_vlm.data.media.processor_settings import VideoSettings
-from megatron_vlm.data.media.video import video_patches
 from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.records.formats import VARIABLE_KEYS, parse_record
 from megatron_vlm.data.records.preferences import parse_labelled, parse_pair
@@ -26,11 +23,12 @@ from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.tokens.chat_renderer import ChatRenderer
 from megatron_vlm.data.tokens.encoder import Encoder
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, check_ids, place_row
-from megatron_vlm.data.tokens.sample import Example, Grid, Sample
+from megatron_vlm.data.tokens.sample import Example, Sample
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family
 from megatron_vlm.family.spec import ModelSizes, Tokens
+from megatron_vlm.family.video_plan import Grid
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.untrusted import home_path
 
@@ -181,8 +179,8 @@ class Reader:
 
     def picture(self, image: Image, where: str) -> Tensor:
         """Decode an image, resize it and cut it into patches: bytes [P, C]."""
-        settings = self.encoder.images.with_bounds(image.min_pixels, image.max_pixels, where)
-        return torch.from_numpy(image_patches(read_image(image, self.policy, where), settings))
+        images = self.encoder.images.with_bounds(image.min_pixels, image.max_pixels, where)
+        return torch.from_numpy(images.patches(read_image(image, self.policy, where)))
 
     def _video(self, video: Video, where: str) -> Tensor:
         plan = self.encoder.video_plan(video, self.policy, where)
@@ -191,7 +189,7 @@ class Reader:
         else:
             frames = (np.asarray(read_image(f, self.policy, where)) for f in video.source)
         try:
-            return torch.from_numpy(video_patches(frames, plan, self.encoder.videos))
+            return torch.from_numpy(self.encoder.videos.patches(frames, plan))
         except DataError as error:
             raise error.within(where) from error
 
@@ -211,10 +209,9 @@ def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     """Return an encoder with the checkpoint's tokenizer and processors."""
     folder = folder_of(model_path)
     tokenizer = read_tokenizer(model_path, cfg.add_tokens)
-    marks = read_family(folder).marks
-    renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks, cfg.template_kwargs)
-    images = ImageSettings.from_checkpoint(folder, cfg.min_pixels, cfg.max_pixels)
-    videos = VideoSettings.from_checkpoint(folder, asdict(cfg.video))
+    family = read_family(folder)
+    renderer = ChatRenderer(tokenizer, cfg.special_tokens, family.chat, cfg.template_kwargs)
+    images, videos = family.images(folder, vars(cfg)), family.videos(folder, vars(cfg.video))
     return Encoder(renderer, images, videos, cfg)
 
 

@@ -23,6 +23,14 @@ IGNORE = -100  # a label that carries no loss, as in Hugging Face
 
 
 @dataclass(frozen=True)
+class JoinedPixels:
+    """Pixels of a row that were concatenated from parts, each with its grids."""
+
+    pixels_PC: Tensor
+    parts: tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True)
 class Row:
     """A sample as tensors. Each label is at its own token (not shifted, as in Hugging Face), and so
     is each value of `values_S`, which holds by name the values that a loss reads (see losses.py).
@@ -47,6 +55,7 @@ class Row:
     teacher_ids_NJ: Tensor | None = None
     teacher_log_probs_NR: Tensor | None = None
     targets: Tensor | None = None
+    joined: tuple[JoinedPixels, ...] = ()  # see joined_pictures.py
 
     @property
     def has_media(self) -> bool:

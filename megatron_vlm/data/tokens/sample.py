@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Grid = tuple[int, int, int]
+from megatron_vlm.family.video_plan import Grid
 
 
 @dataclass(frozen=True)

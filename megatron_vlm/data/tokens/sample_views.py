@@ -15,7 +15,6 @@ import torch
 from megatron_vlm.config.objective_configs import RetrievalForm
 from megatron_vlm.data.records.record import Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.boxes_as_text import Outline, outlines_of
-from megatron_vlm.data.tokens.chat_renderer import START
 from megatron_vlm.data.tokens.encoder import Encoder, image_sizes
 from megatron_vlm.data.tokens.placeholder_grids import GridQueue
 from megatron_vlm.data.tokens.reader import Reader
@@ -61,8 +60,9 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class ShownTurn:
-    """A turn without the frame that the template puts around each turn: `<|im_start|>role`, and the
-    newline after `<|im_end|>`. Tokens outside ChatML, as in chunk lists, have no role."""
+    """A turn without the frame that the template puts around each turn: the token that opens it and
+    its role, and the newline after its end. Tokens outside turns, as in chunk lists, have no
+    role."""
 
     role: str
     pieces: tuple[TextPiece, ...]
@@ -135,16 +135,6 @@ def _show_row(
     return ShownSample(number, where, sample, _turns(sample, reader, views, where), problem)
 
 
-def unpatch(
-    patches_PC: np.ndarray, grid: tuple[int, int, int], patch: int, merge: int
-) -> np.ndarray:
-    """Return pictures [temporal patches, frames in each, H, W, 3], before they were patches."""
-    t, h, w = grid
-    split = patches_PC.reshape(t, h // merge, w // merge, merge, merge, 3, -1, patch, patch)
-    pixels = split.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)
-    return np.ascontiguousarray(pixels).reshape(t, pixels.shape[1], h * patch, w * patch, 3)
-
-
 def _views(sample: Sample, record: Record, reader: Reader) -> list[View]:
     """Return first all images, then all temporal patches of all videos."""
     images = zip(sample.image_grids, record.media(Image), strict=False)  # a cut drops the last ones
@@ -180,7 +170,8 @@ def _with_outlines(
     try:
         has_boxes = isinstance(record, Conversation) and record.objects is not None
         sizes = image_sizes(record, reader.policy) if has_boxes else []
-        image_outlines = outlines_of(record, sizes, len(record.media(Image)))
+        y_first = reader.encoder.renderer.chat_format.y_first
+        image_outlines = outlines_of(record, sizes, len(record.media(Image)), y_first)
     except DataError as error:  # a picture was removed after the text was encoded
         return views, str(error)
     pairs = zip(views[:count], image_outlines, strict=False)
@@ -201,13 +192,13 @@ def _short_name(name: str) -> str:
 
 def _with_pictures(views: Sequence[View], row: Row, sample: Sample, encoder: Encoder) -> list[View]:
     pictures: list[tuple[np.ndarray, ...]] = []
-    for patches, grids, settings in (
+    for patches, grids, media in (
         (row.pixel_values_PC, sample.image_grids, encoder.images),
         (row.pixel_values_videos_PC, sample.video_grids, encoder.videos),
     ):
         parts = () if patches is None else patches.split([math.prod(grid) for grid in grids])
         for part, grid in zip(parts, grids, strict=True):
-            frames = unpatch(part.numpy(), grid, settings.patch_size, settings.merge_size)
+            frames = media.pictures(part.numpy(), grid)
             pictures += [tuple(shown) for shown in frames[:MAX_SHOWN_FRAMES]]
             pictures += [()] * (len(frames) - MAX_SHOWN_FRAMES)
     return [replace(view, pictures=p) for view, p in zip(views, pictures, strict=True)]
@@ -241,7 +232,8 @@ def _turns(
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             piece = TextPiece(text, trained, special=kind == 1, weight=weight)
         turns.setdefault(int(turn_S[start]), []).append(piece)
-    return tuple(map(_without_frame, turns.values()))
+    opens = renderer.chat_format.opens
+    return tuple(_without_frame(pieces, opens) for pieces in turns.values())
 
 
 def _views_in_order(
@@ -260,10 +252,10 @@ def _views_in_order(
         yield run.start, next(remaining[int(ids_S[run.start])])
 
 
-def _without_frame(pieces: list[TextPiece]) -> ShownTurn:
+def _without_frame(pieces: list[TextPiece], opens: str) -> ShownTurn:
     """Return the pieces of a turn without its frame, unless the frame is trained."""
     role = ""
-    if len(pieces) > 1 and pieces[0].text == START and not (pieces[0].trained or pieces[1].trained):
+    if len(pieces) > 1 and pieces[0].text == opens and not (pieces[0].trained or pieces[1].trained):
         role, _, body = pieces[1].text.partition("\n")
         pieces = [*([replace(pieces[1], text=body)] if body else []), *pieces[2:]]
     if pieces and pieces[-1] == TextPiece("\n"):

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_vlm.data.records.record import Conversation
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.added_tokens import MAX_TOKENIZER_BYTES, add_to
+from megatron_vlm.family.chat_format import ChatFormat
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.untrusted import UntrustedFile, require_files_in
 
@@ -44,17 +45,39 @@ def read_tokenizer(model_path: str, add_tokens: Sequence[str] = ()) -> PreTraine
     return tokenizer
 
 
-def stop_ids(folder: Path, end: int) -> tuple[int, ...]:
-    """Return the tokens that end an answer: <|im_end|>, and those at which transformers stops."""
+def add_special_tokens(tokenizer: PreTrainedTokenizerBase, names: Sequence[str]) -> None:
+    """Make special tokens of those with these names that the files do not mark as such, as Hugging
+    Face's processor of Gemma 4 does: text would never become them."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    vocab = tokenizer.get_vocab()
+    loose: list[Any] = [name for name in names if name not in added and name in vocab]
+    if loose:
+        tokenizer.add_special_tokens({"extra_special_tokens": loose}, False)
+
+
+def has_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether each character of a token in the vocabulary stands for a byte, as in Qwen's;
+    in Gemma's, "▁" stands for a space, and tokens such as <0x0A> for single bytes."""
+    return "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat) -> tuple[int, ...]:
+    """Return the ids of the tokens that end an answer in a chat format."""
+    return tuple(map(int, tokenizer.convert_tokens_to_ids(list(chat_format.ends))))
+
+
+def stop_ids(folder: Path, ends: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens that end an answer: those of the chat format, and those at which
+    transformers stops."""
     path = folder / "generation_config.json"
     if not os.path.lexists(path):
-        return (end,)
+        return ends
     file = UntrustedFile(str(path), ConfigError, "give the file as the checkpoint has it, or none")
     eos = file.json(2**20).get("eos_token_id")
     if eos is None:
-        return (end,)
+        return ends
     entries = eos.items() if isinstance(eos.value, list) else [eos]
-    return (end, *(each.whole() for each in entries))
+    return (*ends, *(each.whole() for each in entries))
 
 
 def cut_special_tokens(
@@ -62,7 +85,10 @@ def cut_special_tokens(
 ) -> tuple[Conversation, str]:
     """Cut in two every special token that the chat's text spells, or raise a DataError; `mode` is
     data.special_tokens. Return the chat and the character that marks the cuts."""
-    contents = [(turn.parts, turn.tool_calls, turn.reasoning) for turn in chat.turns]
+    contents = [
+        (turn.parts, turn.tool_calls, turn.reasoning, turn.name, turn.call_id)
+        for turn in chat.turns
+    ]
     texts = list(_strings([chat.tools, *contents]))
     if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
         raise DataError(
@@ -96,6 +122,8 @@ def cut_special_tokens(
             parts=_map(turn.parts, escape),
             tool_calls=_map(turn.tool_calls, escape),
             reasoning=escape(turn.reasoning),
+            name=escape(turn.name),
+            call_id=escape(turn.call_id),
         )
         for turn in chat.turns
     )

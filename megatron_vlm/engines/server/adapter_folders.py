@@ -36,6 +36,15 @@ class NamedAdapters:
         engine.add_lora(request)
         return request
 
+    def replace(self, engine: Any, request: Any, folder: str) -> None:
+        """Put the adapter of another folder in the place of a request's, also for prompts in
+        progress that have it. vLLM reads the folder first. Drop vLLM's caches afterwards."""
+        from vllm.lora.request import LoRARequest
+
+        name, number = request.lora_name, request.lora_int_id
+        engine.add_lora(LoRARequest(name, number, folder, load_inplace=True))
+        request.lora_path = folder
+
     def request_for(self, engine: Any, folder: str) -> Any:
         """Return the same LoRA request for all requests that name the folder."""
         if folder not in self.known:

@@ -5,7 +5,6 @@ if that is killed.
 """
 
 import ctypes
-import mmap
 import os
 import queue
 import signal
@@ -13,6 +12,7 @@ import socket
 import sys
 import threading
 import traceback
+from multiprocessing.connection import wait
 from typing import Any, BinaryIO
 
 from frames import Message, head, read_frame
@@ -28,7 +28,7 @@ class ParentChannel:
         end_with_parent()
         connection = socket.socket(fileno=socket_file)
         self.stream: BinaryIO = connection.makefile("rwb")  # type: ignore[assignment]
-        self.buffer = mmap.mmap(buffer_file, 0)
+        self.buffer_file = buffer_file
         self.inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -44,6 +44,10 @@ class ParentChannel:
         """Answer the request with this number. Only an object can have raw bytes."""
         self._send({"id": number, "answer": answer}, body)
 
+    def tell(self, number: int, pieces: Any) -> None:
+        """Send tokens of the request of this number, which will be answered later."""
+        self._send({"id": number, "pieces": pieces})
+
     def refuse(self, number: int, error: str) -> None:
         """Answer the request of this number with an error."""
         self._send({"id": number, "error": error})
@@ -53,24 +57,6 @@ class ParentChannel:
         self.stream.write(body)
         self.stream.flush()
 
-    def next_tensor(self) -> tuple[Message, bytearray] | None:
-        """Return the next tensor of an update: {"name", "dtype", "shape"} and its bytes, which
-        arrive in pieces that fit the buffer. Return None after the last tensor."""
-        message, _ = self.inbox.get()
-        if message["do"] == "end":
-            self.answer(message["id"], None)
-            return None
-        values = bytearray(message["bytes"])
-        start = 0
-        while True:
-            end = start + message["piece"]
-            values[start:end] = self.buffer[: message["piece"]]
-            self.answer(message["id"], None)  # the buffer may be filled again
-            if end == len(values):
-                return message, values
-            start = end
-            message, _ = self.inbox.get()
-
 
 def end_with_parent() -> None:
     """End this process with its parent, as megatron_vlm/io/parent_death.py does. The end of the
@@ -78,3 +64,19 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
+
+
+def end_with_workers(workers: list[Any]) -> None:
+    """End this process as soon as one of its own processes has died, and say which one. They are
+    vLLM's handles of its workers."""
+
+    def watch() -> None:
+        ended = wait([each.proc.sentinel for each in workers])
+        for each in workers:
+            if each.proc.sentinel in ended:
+                print(f"{each.proc.name} (process {each.proc.pid}) has ended, so this engine ends")
+        sys.stdout.flush()
+        os._exit(1)
+
+    if workers:
+        threading.Thread(target=watch, daemon=True).start()

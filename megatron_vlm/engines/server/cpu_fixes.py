@@ -7,6 +7,7 @@ def fix_vllm_on_cpu() -> None:
     """Correct what would end the engine or change its weights."""
     _let_generators_rewind()
     _pack_updated_experts()
+    _read_tied_heads()
 
 
 def _let_generators_rewind() -> None:
@@ -51,3 +52,29 @@ def _pack_updated_experts() -> None:
             pack(layer)
 
     method._setup_kernel = set_up_and_pack
+
+
+def _read_tied_heads() -> None:
+    """Let a head that is tied to the embedding read the embedding. vLLM packs a copy of it for the
+    CPU's kernel when it loads a model, and packs none after an update, which has no tensor of that
+    name: the head would keep the first weights without an error."""
+    import torch
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    tie, pack = (
+        UnquantizedEmbeddingMethod.tie_weights,
+        UnquantizedEmbeddingMethod.process_weights_after_loading,
+    )
+
+    def tie_and_mark(self: Any, layer: Any, embedding: Any) -> Any:
+        layer.is_tied = True
+        return tie(self, layer, embedding)
+
+    def pack_own(self: Any, layer: Any) -> None:
+        if getattr(layer, "is_tied", False):
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            pack(self, layer)
+
+    UnquantizedEmbeddingMethod.tie_weights = tie_and_mark
+    UnquantizedEmbeddingMethod.process_weights_after_loading = pack_own

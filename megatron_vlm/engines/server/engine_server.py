@@ -4,8 +4,8 @@ inherits.
 The file runs by its path in the engine's own environment, which does not have this package. The
 frames are defined in frames.py. A request is {"id": N, "do": METHOD, ...}; its answer is {"id": N,
 "answer": ...} or {"id": N, "error": TEXT}. Requests join the running batch, and each is answered
-when it ends. Weights arrive through BUFFER, memory that both processes share. The end of the socket
-ends the process.
+when it ends. Before that come the {"id": N, "pieces": ...} of a streamed request. Weights arrive
+through BUFFER, memory that both processes share. The end of the socket ends the process.
 """
 
 import atexit
@@ -14,34 +14,24 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from adapter_folders import NamedAdapters, rank_for, write_nothing
-from channel import ParentChannel
-from cpu_fixes import fix_vllm_on_cpu
+from channel import ParentChannel, end_with_workers
+from expert_capture import ExpertCapture, capture_arguments
 from frames import Message
-from request_params import answer_of, sampling_params, scoring_params, table_of
+from pending_request import PendingRequest
+from request_params import answer_of, is_mistake, sampling_params, scoring_params, table_of
 from vllm_prompt import inspect_request, to_vllm_prompt
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-    "0"  # keeps the model in this process, so that weights can be streamed to it
-)
-
-
-@dataclass
-class PendingRequest:
-    """A prompt whose samples are in progress."""
-
-    expected: list[int]  # ids of the prompt, with all placeholders
-    samples: list[Message | None]
-    names: list[str] = field(default_factory=list)  # names of vLLM's requests
-    top_k: int | None = None  # set if the prompt itself is scored
+# The scheduler stays in this process, and a model that has one worker. More workers are processes
+# that import shared_weights.py, and do not inherit the socket.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 class Server:
@@ -54,20 +44,24 @@ class Server:
         self.adapter: Any = None  # adapter of requests that name no adapter
         self.nothing: str | None = None  # adapter without effect that these need on the CPU
         self.adapters = NamedAdapters()
-        self.version = 0
+        self.capture: ExpertCapture | None = None
         self.pending: dict[int, PendingRequest] = {}
+        self.is_paused = False  # while the pieces of new weights arrive
 
     def run(self) -> None:
         """Answer requests forever. An error in vLLM's own step ends the process, because the state
         of the engine is unknown after it."""
         while True:
-            busy = self.engine is not None and self.engine.has_unfinished_requests()
-            while not busy or not self.link.inbox.empty():
+            while not self._has_work() or not self.link.inbox.empty():
                 self._handle(*self.link.inbox.get())
-                busy = self.engine is not None and self.engine.has_unfinished_requests()
             for output in self.engine.step():
-                if output.finished:
-                    self._take(output)
+                self._take(output)
+
+    def _has_work(self) -> bool:
+        """Return whether there are tokens to draw, and weights to draw them with."""
+        if self.engine is None or self.is_paused:
+            return False
+        return bool(self.engine.has_unfinished_requests())
 
     def _handle(self, message: Message, body: bytes) -> None:
         number, do = message.pop("id"), message.pop("do")
@@ -90,23 +84,20 @@ class Server:
         folder: str,
         dtype: str,
         max_len: int,
-        pictures: int,
-        videos: int,
+        media: dict[str, int],
         lora_rank: int,
         lora_vision: bool,
         adapters: int,
+        routing_layers: list[int],
         version: int,
         options: dict[str, Any],
-    ) -> str:
-        """Load a checkpoint's folder, and return the version of vLLM. `options` are additional
-        EngineArgs."""
-        import vllm
+    ) -> list[str]:
+        """Load a checkpoint's folder, and return the names of its GPUs. `media` are the most images
+        and videos of a prompt, and `options` are additional EngineArgs."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        if current_platform.is_cpu():
-            fix_vllm_on_cpu()
         lora = dict(
             enable_lora=True,
             max_lora_rank=rank_for(lora_rank),
@@ -117,20 +108,26 @@ class Server:
             model=folder,
             dtype=dtype,
             max_model_len=max_len,
-            limit_mm_per_prompt={"image": pictures, "video": videos},
+            limit_mm_per_prompt=media,
             enforce_eager=current_platform.is_cpu(),
             disable_log_stats=True,
+            worker_extension_cls="shared_weights.WorkerExtension",
+            weight_transfer_config={"backend": "shared"},
             **(lora if lora_rank else {}),
+            **(capture_arguments(current_platform.is_cpu()) if routing_layers else {}),
         )
         arguments |= options
         if current_platform.is_cpu() and arguments.get("enable_lora"):
             self.nothing = write_nothing(folder, tempfile.mkdtemp(prefix="megatron-vlm-nothing-"))
             atexit.register(shutil.rmtree, self.nothing, ignore_errors=True)
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        end_with_workers(getattr(self.engine.model_executor, "workers", []))
+        if routing_layers:
+            self.capture = ExpertCapture.begin(self.engine, routing_layers)
         self._try()
         self.special = list(self.engine.get_tokenizer().all_special_tokens)
-        self.version = version
-        return str(vllm.__version__)
+        self.engine.set_weight_version(str(version))
+        return [gpu for gpu in self.engine.collective_rpc("name_of_gpu") if gpu is not None]
 
     def _try(self) -> None:
         """Sample a token. Some settings that vLLM's kernels do not support fail only at the first
@@ -150,12 +147,17 @@ class Server:
         never: list[int],
         seeds: list[int],
         adapter: str | None = None,
+        routing_start: int | None = None,
+        streamed: bool = False,
         **prompt: Any,
     ) -> None:
         """Sample an answer for each seed. `prompt` (see vllm_prompt.py) must expand to `expected`.
         The ids of `never` are not sampled. `adapter` is the folder of an adapter that this request
-        uses instead of the one of `adapt`."""
-        request = self.pending[number] = PendingRequest(expected, [None] * len(seeds))
+        uses instead of the one of `adapt`. The experts of the tokens from `routing_start` on are
+        returned as well. A streamed request receives its tokens while they are drawn."""
+        request = self.pending[number] = PendingRequest(
+            expected, [None] * len(seeds), routing_start=routing_start
+        )
         try:
             inputs = to_vllm_prompt(**prompt)
             adapter_folder = adapter or (self.nothing if self.adapter is None else None)
@@ -165,13 +167,16 @@ class Server:
                 else self.adapters.request_for(self.engine, adapter_folder)
             )
             for place, seed in enumerate(seeds):
-                params = sampling_params(settings, never, seed, self.special)
+                params = sampling_params(settings, never, seed, self.special, streamed)
+                params.routed_experts_prompt_start = routing_start or 0
                 name = f"{number}-{place}"
                 self.engine.add_request(name, inputs, params, lora_request=lora)
                 request.names.append(name)
-        except Exception:
+        except Exception as error:
             self._forget_request(number)
-            raise
+            if settings["json_schema"] is None or not is_mistake(error):
+                raise
+            self.link.refuse(number, f"PromptError: {str(error).splitlines()[0]}")
 
     def score(self, number: int, expected: list[int], top_k: int, **prompt: Any) -> None:
         """Score the tokens of a prompt. The answer is a table of float64 with the id and the
@@ -185,7 +190,7 @@ class Server:
             self._forget_request(number)
             raise
 
-    def inspect(self, **prompt: Any) -> tuple[Message, bytes]:
+    def inspect(self, names: Message, **prompt: Any) -> tuple[Message, bytes]:
         """Return a prompt as vLLM's processor prepares it, without sampling."""
         import vllm
         from vllm import SamplingParams
@@ -201,13 +206,15 @@ class Server:
             SamplingParams(max_tokens=1),
             supported_tasks=self.engine.get_supported_tasks(),
         )
-        [(about, values)] = self.engine.apply_model(lambda model: inspect_request(request, model))
+        [(about, values)] = self.engine.apply_model(lambda m: inspect_request(request, m, names))
         return {**about, "vllm": str(vllm.__version__)}, values
 
     def _take(self, output: Any) -> None:
-        """Store a sample that has ended, and answer its request once all samples have ended."""
+        """Tell of a sample's new tokens, or store it if it has ended, and answer its request once
+        all samples have ended."""
         number, place = map(int, output.request_id.split("-"))
-        request = self.pending[number]
+        if (request := self.pending.get(number)) is None:
+            return  # another of its samples was refused in this step
         if output.prompt_token_ids != request.expected:
             self._forget_request(number)
             self.link.refuse(number, _unlike_ids_message(output.prompt_token_ids, request.expected))
@@ -215,12 +222,21 @@ class Server:
         if request.top_k is not None:
             del self.pending[number]
             scores = table_of(output.prompt_token_ids, output.prompt_logprobs, request.top_k)
-            self.link.answer(number, {"version": self.version}, scores)
+            self.link.answer(number, {}, scores)
             return
-        request.samples[place] = answer_of(output)
+        if not output.finished:  # only of streamed requests
+            news = request.news(place, output.outputs[0].token_ids)
+            if news is not None:
+                self.link.tell(number, news)
+            return
+        request.samples[place] = sample = answer_of(output)
+        if self.capture is not None and request.routing_start is not None:
+            table = self.capture.take(output, request.routing_start)
+            sample["routing"], request.tables[place] = table.shape, table.tobytes()
         if None not in request.samples:
             del self.pending[number]
-            self.link.answer(number, {"samples": request.samples, "version": self.version})
+            tables = b"".join(request.tables[place] for place in sorted(request.tables))
+            self.link.answer(number, {"samples": request.samples}, tables)
 
     def _forget_request(self, number: int) -> None:
         if (request := self.pending.pop(number, None)) is not None:
@@ -228,49 +244,54 @@ class Server:
 
     def folder(self, folder: str, version: int) -> None:
         """Load the weights of a checkpoint's folder."""
-        self._reload({"weights_path": folder}, version)
-
-    def stream_weights(self, version: int) -> None:
-        """Load the weights that arrive next, tensor by tensor."""
-        if self.engine.vllm_config.parallel_config.world_size > 1:
-            raise ValueError(
-                "tensors are streamed to an engine of one process, and this one has more; update "
-                "it from the folder of an export"
-            )
-        self._reload({"weights_iterator": self._arriving_tensors()}, version)
-
-    def adapt(self, folder: str, version: int) -> None:
-        """Load an adapter's folder for all later requests."""
-        former, self.adapter = self.adapter, self.adapters.new(self.engine, folder)
-        if former is not None:
-            self.engine.remove_lora(former.lora_int_id)
-        self._renew(version)
-
-    def _reload(self, how: dict[str, Any], version: int) -> None:
         served = self.engine.model_config
         initial_folder = served.model
         try:
-            self.engine.collective_rpc("reload_weights", kwargs=how)
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         finally:
             served.model = initial_folder  # its tokenizer and processor stay in use
-        self.adapter = None
-        self.adapters.forget()
+        self._forget_adapters()
         self._renew(version)
 
+    def start_weights(self, handle: str | None = None, size: int = 0) -> None:
+        """Prepare all workers for new weights, which arrive in pieces: in memory of `size` bytes on
+        their GPU that has this handle, or else in memory of the host."""
+        self.is_paused = True
+        path = f"/proc/{os.getpid()}/fd/{self.link.buffer_file}"
+        memory = {"path": path, "handle": handle, "size": size}
+        self.engine.collective_rpc("init_weight_transfer_engine", args=(memory,))
+        self.engine.collective_rpc("start_weight_update")
+
+    def piece(self, parts: list[Message]) -> None:
+        """Let all workers copy what the memory holds, which may then be filled again."""
+        self.engine.collective_rpc("update_weights", args=({"parts": parts},))
+
+    def finish_weights(self, version: int) -> None:
+        """Use the weights that have arrived."""
+        self.engine.collective_rpc("finish_weight_update")
+        self._forget_adapters()
+        self._renew(version)
+        self.is_paused = False
+
+    def adapt(self, folder: str, version: int) -> None:
+        """Load an adapter's folder for all requests that name none, also for those in progress."""
+        if self.adapter is None:
+            self.adapter = self.adapters.new(self.engine, folder)
+        else:
+            self.adapters.replace(self.engine, self.adapter, folder)
+        self._renew(version)
+
+    def _forget_adapters(self) -> None:
+        """Forget all adapters, which vLLM drops with the weights below them."""
+        self.adapter = None
+        self.adapters.forget()
+
     def _renew(self, version: int) -> None:
-        """Drop keys, values and features of pictures, which came from former weights."""
-        assert not self.pending, "an update comes when nothing is asked"
-        assert self.engine.reset_prefix_cache(), "keys and values of former weights are still used"
+        """Drop keys, values and features of pictures, which came from former weights. Requests in
+        progress keep their tokens, and everything else is computed again."""
+        self.engine.reset_prefix_cache(reset_running_requests=True)
         self.engine.reset_encoder_cache()
-        self.version = version
-
-    def _arriving_tensors(self) -> Iterator[tuple[str, Any]]:
-        import torch
-
-        while (tensor := self.link.next_tensor()) is not None:
-            about, values = tensor
-            dtype = getattr(torch, about["dtype"])
-            yield about["name"], torch.frombuffer(values, dtype=dtype).view(about["shape"])
+        self.engine.set_weight_version(str(version))
 
 
 def _unlike_ids_message(ids: list[int], expected: list[int]) -> str:

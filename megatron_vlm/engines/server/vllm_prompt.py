@@ -3,16 +3,20 @@
 from typing import Any
 
 from frames import Message
-
-_FPS = 10.0  # frames are numbered in tenths of a second, like the times in prompts
+from given_sizes import count_given_sizes
 
 
 def to_vllm_prompt(
-    prompt: list[int], pictures: list[list[int]], videos: list[Message], body: bytes
+    prompt: list[int],
+    pictures: list[list[int]],
+    videos: list[Message],
+    processor: Message,
+    body: bytes,
 ) -> Any:
     """Return vLLM's form of a prompt, which has one placeholder for each picture and each video.
-    `pictures` are heights and widths. The body has the RGB pixels, already in the trainer's
-    sizes."""
+    `pictures` are heights and widths. The body has the RGB pixels, already in the trainer's sizes,
+    in which the options of `processor` leave them."""
+    import numpy as np
     import PIL.Image
 
     inputs: Message = {"prompt_token_ids": prompt}
@@ -26,44 +30,32 @@ def to_vllm_prompt(
     for video in videos:
         frames, high, wide = video["shape"]
         end = start + 3 * frames * high * wide
-        media.setdefault("video", []).append(_video(video, body[start:end]))
+        frames_RGB = np.frombuffer(body[start:end], np.uint8).reshape(frames, high, wide, 3)
+        media.setdefault("video", []).append((frames_RGB, video["facts"]))
         start = end
     if media:
+        count_given_sizes()
         inputs["multi_modal_data"] = media
-        inputs["mm_processor_kwargs"] = {"do_resize": False}
+        inputs["mm_processor_kwargs"] = processor
     return inputs
 
 
-def _video(video: Message, pixels: bytes) -> tuple[Any, Message]:
-    """Return all frames of a video, each with the time of its temporal patch."""
-    import numpy as np
-
-    frames, high, wide = video["shape"]
-    places = [place for place in video["tenths"] for _ in range(frames // len(video["tenths"]))]
-    about = {
-        "fps": _FPS,
-        "frames_indices": places,
-        "total_num_frames": places[-1] + 1,
-        "duration": (places[-1] + 1) / _FPS,
-        "do_sample_frames": False,
-    }
-    return np.frombuffer(pixels, np.uint8).reshape(frames, high, wide, 3), about
-
-
-def inspect_request(request: Any, model: Any) -> tuple[Message, bytes]:
+def inspect_request(request: Any, model: Any, names: Message) -> tuple[Message, bytes]:
     """Return the ids of vLLM's own request, and the grids, types and shapes of its patches. The
-    values follow as fp32: first all pictures, then all videos."""
+    values follow as fp32: first all pictures, then all videos. `names` has those of the tower and
+    of its inputs."""
     import torch
 
     about: Message = {"ids": list(request.prompt_token_ids), "image": [], "video": []}
     values: dict[str, list[bytes]] = {"image": [], "video": []}
-    names = {"image": "pixel_values", "video": "pixel_values_videos"}
+    tower = getattr(model, names["tower"])
     for feature in request.mm_features or []:
         kind, data = feature.modality, feature.data.get_data()
-        patches = normalise_patches(data[names[kind]], model.visual)
+        patches_name, grid_name = names[kind]
+        patches = normalise_patches(data[patches_name], tower)
         about[kind].append(
             {
-                "grid": data[f"{kind}_grid_thw"].flatten().tolist(),
+                "grid": data[grid_name].flatten().tolist(),
                 "dtype": str(patches.dtype).removeprefix("torch."),
                 "shape": list(patches.shape),
             }

@@ -17,8 +17,10 @@ from megatron_vlm.family.decoder_layers import (
     GatedDeltaNet,
     LayerSpec,
     Mixer,
+    MRoPE,
 )
-from megatron_vlm.family.qwen import check_fields, make_family, model_sizes
+from megatron_vlm.family.qwen.model import check_fields, make_family, model_sizes
+from megatron_vlm.family.qwen.tiny import tiny_parts
 from megatron_vlm.family.qwen3_5.fields import QWEN3_5_FIELDS, QWEN3_5_MOE_FIELDS
 from megatron_vlm.family.spec import ModelSizes, TextSizes
 
@@ -104,11 +106,13 @@ def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
 def _text_sizes(config: PretrainedConfig, ffn: FeedForward) -> TextSizes:
     text = config.text_config
     rope = text.rope_parameters
+    dim = int(text.head_dim * rope.get("partial_rotary_factor", 1.0))
+    section = tuple(rope.get("mrope_section", _MROPE_SECTION))
     attention = FullAttention(
         heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
         head_dim=text.head_dim,
-        rotary_dim=int(text.head_dim * rope.get("partial_rotary_factor", 1.0)),
+        rotary=MRoPE(dim, rope["rope_theta"], section),
         gated=True,
     )
     linear = GatedDeltaNet(
@@ -125,8 +129,6 @@ def _text_sizes(config: PretrainedConfig, ffn: FeedForward) -> TextSizes:
         vocab=text.vocab_size,
         max_positions=text.max_position_embeddings,
         norm_eps=text.rms_norm_eps,
-        rope_theta=rope["rope_theta"],
-        mrope_section=tuple(rope.get("mrope_section", _MROPE_SECTION)),
         pad_id=text.pad_token_id,
         centered_norms=True,
     )
@@ -135,5 +137,7 @@ def _text_sizes(config: PretrainedConfig, ffn: FeedForward) -> TextSizes:
 # The head for drafts of speculative decoding ("multi-token prediction"), which is not trained.
 _PASSTHROUGH = ("mtp.*",)
 
-QWEN3_5 = make_family("qwen3_5", qwen3_5_sizes, Qwen3_5VisionModel, _PASSTHROUGH)
+_TINY = tiny_parts(qwen3_5_sizes, qwen3_5_moe_sizes)
+
+QWEN3_5 = make_family("qwen3_5", qwen3_5_sizes, Qwen3_5VisionModel, _PASSTHROUGH, _TINY)
 QWEN3_5_MOE = make_family("qwen3_5_moe", qwen3_5_moe_sizes, Qwen3_5MoeVisionModel, _PASSTHROUGH)

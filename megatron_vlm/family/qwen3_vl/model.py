@@ -11,9 +11,11 @@ from megatron_vlm.family.decoder_layers import (
     FeedForward,
     FullAttention,
     LayerSpec,
+    MRoPE,
 )
 from megatron_vlm.family.field_rules import other_model
-from megatron_vlm.family.qwen import check_fields, make_family, model_sizes
+from megatron_vlm.family.qwen.model import check_fields, make_family, model_sizes
+from megatron_vlm.family.qwen.tiny import tiny_parts
 from megatron_vlm.family.qwen3_vl.fields import QWEN3_VL_FIELDS, QWEN3_VL_MOE_FIELDS
 from megatron_vlm.family.spec import ModelSizes, TextSizes
 
@@ -40,11 +42,13 @@ def sizes_of(config: PretrainedConfig) -> ModelSizes:
 def make_sizes(config: PretrainedConfig, ffns: Sequence[FeedForward]) -> ModelSizes:
     """Return the sizes of a model, from checked fields and the feed-forward of each layer."""
     text = config.text_config
+    rope = text.rope_parameters
+    section = tuple(rope.get("mrope_section", _MROPE_SECTION))
     attention = FullAttention(
         heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
         head_dim=text.head_dim,
-        rotary_dim=text.head_dim,
+        rotary=MRoPE(text.head_dim, rope["rope_theta"], section),
     )
     text_sizes = TextSizes(
         hidden=text.hidden_size,
@@ -52,14 +56,12 @@ def make_sizes(config: PretrainedConfig, ffns: Sequence[FeedForward]) -> ModelSi
         vocab=text.vocab_size,
         max_positions=text.max_position_embeddings,
         norm_eps=text.rms_norm_eps,
-        rope_theta=text.rope_parameters["rope_theta"],
-        mrope_section=tuple(text.rope_parameters.get("mrope_section", _MROPE_SECTION)),
         pad_id=text.pad_token_id,
     )
     return model_sizes(config, text_sizes, Qwen3VLVisionModel)
 
 
-QWEN3_VL = make_family("qwen3_vl", sizes_of, Qwen3VLVisionModel)
+QWEN3_VL = make_family("qwen3_vl", sizes_of, Qwen3VLVisionModel, tiny=tiny_parts())
 
 
 def moe_sizes_of(config: PretrainedConfig) -> ModelSizes:

@@ -26,6 +26,7 @@ CURVE_NAMES = {
     "relaxed_accuracy": "relaxed accuracy",
     "iou": "IoU",
     "iou_accuracy": "IoU of at least 0.5",
+    "needs_picture": "right answers that need the picture",
     "reward_accuracy": "reward accuracy",
     "divergence": "divergence",
     "cross_entropy": "cross-entropy",
@@ -55,7 +56,10 @@ _SAMPLE_CHARTS = (
     ChartPlan("Episodes cut", {"cut": "cut"}, "by a limit of length", percent=True),
     ChartPlan("Prompts alike", {"alike": "alike"}, "all answers had the same reward", percent=True),
     ChartPlan("KL", {"KL": "kl"}, "to the initial model"),
-    ChartPlan("KL to the teacher", {"KL": "teacher_kl"}, "reverse KL of a token"),
+    ChartPlan("KL to the teacher", {"KL": "teacher_kl"}, "of a token"),
+    ChartPlan("Tokens taught", {"taught": "taught"}, "by a teacher", percent=True),
+    ChartPlan("Seen", {"KL": "seen"}, "to the model without the pictures", may_log=True),
+    ChartPlan("Blind answers", {"blind": "blind"}, "no picture changes them", percent=True),
     ChartPlan("Drift", {"drift": "drift"}, "KL from the policy that drew the samples"),
     ChartPlan("Entropy", {"entropy": "entropy"}, "of a token"),
     ChartPlan("Ratio", {"ratio": "ratio"}, "of probabilities, new to old"),
@@ -67,7 +71,9 @@ _SAMPLE_CHARTS = (
         may_log=True,
     ),
     ChartPlan("Weights cut", {"cut": "weights_cut"}, "of tokens", percent=True),
-    ChartPlan("Behind", {"behind": "behind"}, "age of the sampling weights in steps"),
+    ChartPlan("Tokens masked", {"masked": "masked"}, "by their weights", percent=True),
+    ChartPlan("Rerouted", {"rerouted": "rerouted"}, "of tokens and layers", percent=True),
+    ChartPlan("Behind", {"mean": "behind", "oldest": "behind_max"}, "age of weights in steps"),
     ChartPlan("Sampling time", {"sampling": "sampling_s", "step": "seconds"}, "seconds"),
 )
 _STEP_CHARTS = (
@@ -77,6 +83,7 @@ _STEP_CHARTS = (
     ChartPlan("Images", {"images": "images_per_s"}, "per second", above=0),
     ChartPlan("Step time", {"time": "seconds"}, "seconds", may_log=True),
     ChartPlan("Padding", {"padding": "padding"}, "of all positions", percent=True),
+    ChartPlan("Patches shared", {"shared": "shared_patches"}, "of all patches", percent=True),
     ChartPlan("MFU", {"MFU": "mfu"}, "of peak FLOP/s", percent=True, above=0),
     ChartPlan("Rewards", {"chosen": "rewards_chosen", "rejected": "rewards_rejected"}),
     ChartPlan("Margin of rewards", {"margin": "rewards_margin"}),
@@ -181,7 +188,8 @@ def score_text(score: str, value: float) -> str:
 
 def is_share(score: str) -> bool:
     """Return whether a score is a share of answers."""
-    return score not in _NO_SHARES and score in CURVE_NAMES
+    name = score.removeprefix("blind_")  # with grey pictures
+    return name not in _NO_SHARES and name in CURVE_NAMES
 
 
 def _charts(runs: Sequence[LoggedRun], plans: Sequence[ChartPlan]) -> Iterator[Chart]:

@@ -31,6 +31,7 @@ _MAX_RANKS = 16  # ranks in the table; of more, those with the most memory
 _SAMPLE_TILES = {
     "kl": "KL to the initial model",
     "teacher_kl": "KL to the teacher",
+    "seen": "KL to the model without the pictures",
     "apart": "largest difference of log-probs, sampler and trainer",
 }
 

@@ -111,9 +111,10 @@ def _number(text: str) -> float | None:
 
 
 def read_boxes(text: str) -> _Boxes:
-    """Return the boxes that an answer names, with their labels: objects of JSON with `bbox_2d`, or
-    else four numbers in brackets. They may count pixels or thousandths of the picture's sides: an
-    overlap is the same in both, as long as the right answer counts alike."""
+    """Return the boxes that an answer names, with their labels: objects of JSON with `bbox_2d` or
+    `box_2d`, or else four numbers in brackets. They may count pixels or thousandths of the
+    picture's sides, and x or y first: an overlap is the same, as long as the right answer does
+    alike."""
     outlines = [each for each in outlines_in_text(text) if len(each.numbers) == 4]
     if outlines:
         return [(each.label.strip().lower(), _ordered(each.numbers)) for each in outlines]

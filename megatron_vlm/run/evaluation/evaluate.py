@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -96,25 +97,37 @@ class Evaluator:
             yield self._evaluate(held_out)
 
     def _evaluate(self, held_out: EvalSet) -> Evaluation:
-        start, alive, worker = time.perf_counter(), self.alive, held_out.worker
-        scores = self._scores(held_out)
-        answers: list[Answer] = []
-        if self.candidates is not None:
-            result = rank_answers(held_out, self.voice, self.candidates, alive)
-            scores["ranking"], answers = result
-        if metrics := self.meter.metrics:
-            answers = generated_answers(held_out, self.voice, self.meter, alive)
-        answers = _gather_answers(answers, worker.grid.dp, worker.platform.device)
-        scores |= mean_scores(metrics, answers)
-        remarks = remarks_on(metrics, answers, held_out.name)
+        start, worker = time.perf_counter(), held_out.worker
+        scores, answers = self._measure(held_out)
+        blind: list[Answer] = []
+        if self.cfg.eval.blind:
+            figures, blind = self._measure(replace(held_out, is_blind=True))
+            scores |= {f"blind_{name}": value for name, value in figures.items()}
+            scores |= _needs_picture(answers, blind)
+        remarks = remarks_on(self.meter.metrics, answers, held_out.name)
         scores |= {"samples": held_out.samples, "seconds": time.perf_counter() - start}
         data = held_out.data
         if data is None or worker.grid.rank != 0:
             return Evaluation(held_out.name, scores, [], [], remarks)
         predictions = [_prediction(data, answer) for answer in answers]
+        for line, other in zip(predictions, blind, strict=False):  # none, unless eval.blind is set
+            line["blind_prediction"] = other.prediction
         few = choose_answers(answers, self.cfg.eval.examples)
         examples = [_example(data, answer) for answer in few]
         return Evaluation(held_out.name, scores, predictions, examples, remarks)
+
+    def _measure(self, held_out: EvalSet) -> tuple[dict[str, float], list[Answer]]:
+        """Return the scores of a set, and its answers in the order of the questions."""
+        worker, alive = held_out.worker, self.alive
+        scores = self._scores(held_out)
+        answers: list[Answer] = []
+        if self.candidates is not None:
+            result = rank_answers(held_out, self.voice, self.candidates, alive)
+            scores["ranking"], answers = result
+        if self.meter.metrics:
+            answers = generated_answers(held_out, self.voice, self.meter, alive)
+        answers = _gather_answers(answers, worker.grid.dp, worker.platform.device)
+        return scores | mean_scores(self.meter.metrics, answers), answers
 
     def _scores(self, held_out: EvalSet) -> dict[str, float]:
         match self.objective:
@@ -157,6 +170,13 @@ def _gather_answers(answers: Sequence[Answer], dp: GroupAxis, device: torch.devi
         Answer((source, index), right, prediction, tuple(known), *measured)
         for (source, index), right, prediction, known, *measured in dealt
     ]
+
+
+def _needs_picture(answers: Sequence[Answer], blind: Sequence[Answer]) -> dict[str, float]:
+    """Return the share of the right answers that are wrong with grey pictures, if any is right."""
+    pairs = zip(answers, blind, strict=True)
+    changed = [not other.is_right for answer, other in pairs if answer.is_right]
+    return {"needs_picture": fmean(changed)} if changed else {}
 
 
 def _prediction(data: DataSet, answer: Answer) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, Handle, open_data, with_scores
+from megatron_vlm.data.batches.hidden_pictures import Pictured, grey, hide_pictures
 from megatron_vlm.data.batches.loader import Loader, Replica, StepBatch
 from megatron_vlm.data.batches.order import Order, order_of_all
 from megatron_vlm.data.records.formats import OnlyAsksError
@@ -48,6 +49,7 @@ class EvalSet:
     data: DataSet | None
     samples: int
     remarks: Remarks
+    is_blind: bool = False  # its pictures are grey
 
     @staticmethod
     def open(
@@ -112,7 +114,8 @@ class EvalSet:
             )
         batches = SharedBatches(loader, grid, self.worker.platform.device)
         for _ in range(-(-self.samples // size)):
-            yield batches.next()
+            batch = batches.next()
+            yield replace(batch, micro_batches=self._shown(batch.micro_batches))
 
     def handles(self) -> list[Handle]:
         """Return the samples whose questions this replica answers, equal on all of its ranks."""
@@ -144,8 +147,13 @@ class EvalSet:
         rows = rows_of(TensorBatch.from_bytes(share_bytes(prompts, grid, device)))
         return [
             Question((source, index), row, tuple(answer_ids), tuple(references))
-            for ((source, index), answer_ids, references), row in zip(facts, rows, strict=True)
+            for ((source, index), answer_ids, references), row in zip(
+                facts, self._shown(rows), strict=True
+            )
         ]
+
+    def _shown(self, pictured: Sequence[Pictured]) -> list[Pictured]:
+        return [hide_pictures(each, grey) if self.is_blind else each for each in pictured]
 
     def share(self, value: Any) -> Any:
         """Return the JSON value of the rank that loads, on all ranks of the replica."""
@@ -188,7 +196,7 @@ def question_of(data: DataSet, handle: Handle) -> Question:
     reader, sample = data.readers[handle[0]], data.indexes[handle[0]][handle[1]]
     start, end = last_answer(sample.trained_S)
     ids = sample.ids_S[start:end].tolist()
-    if ids and ids[-1] == reader.encoder.renderer.end_id:
+    if ids and ids[-1] in reader.encoder.renderer.end_ids:
         ids.pop()
     prompt = cut_row(data.row(handle).row, start, reader.tokens)
     return Question(handle, prompt, tuple(ids), references_of(data.raw(handle)))

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.tokens.chat_renderer import END
 from megatron_vlm.data.tokens.row import IGNORE, Row
-from megatron_vlm.data.tokens.tokenizer import read_tokenizer
+from megatron_vlm.data.tokens.tokenizer import end_ids, read_tokenizer
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.errors import DataError
+from megatron_vlm.family import read_family
 from megatron_vlm.model.head import HeadOutput, hits_head
 from megatron_vlm.run.evaluation.answer_metrics import Answer, AnswerMeter
 from megatron_vlm.run.evaluation.held_out_sets import Alive, EvalSet, Question
@@ -79,7 +79,7 @@ def generated_answers(
 
     def answer(questions: Sequence[Question]) -> list[str]:
         prompts = [voice.prompt(question) for question in questions]
-        limits = (settings.max_new_tokens, (voice.end_id,), settings.batch_size)
+        limits = (settings.max_new_tokens, voice.end_ids, settings.batch_size)
         completions = generate(held_out.worker.stage, prompts, *limits)
         return [voice.text([*voice.prefill_ids, *ids]) for ids in completions]
 
@@ -94,7 +94,7 @@ def rank_answers(
     and this replica's answers. A candidate follows eval.prefill."""
     stage, cfg = held_out.worker.stage, held_out.cfg
     texts = [cfg.eval.prefill + candidate for candidate in candidates]
-    ids = [[*voice.tokenizer(text)["input_ids"], voice.end_id] for text in texts]
+    ids = [[*voice.tokens(text), voice.end_ids[0]] for text in texts]
     stripped, rows = {text.strip() for text in texts}, cfg.train.micro_batch_size
 
     def answer(questions: Sequence[Question]) -> list[str]:
@@ -127,7 +127,7 @@ class AnswerDecoder:
     """The tokenizer, and the tokens that begin every answer."""
 
     tokenizer: PreTrainedTokenizerBase
-    end_id: int
+    end_ids: tuple[int, ...]
     prefill_ids: tuple[int, ...]
 
     @staticmethod
@@ -135,8 +135,13 @@ class AnswerDecoder:
         tokenizer = read_tokenizer(cfg.model.path, cfg.data.add_tokens)
         # A space belongs to the token of the word after it.
         prefill = cfg.eval.prefill.rstrip()
-        ids = tokenizer(prefill)["input_ids"] if prefill else []
-        return AnswerDecoder(tokenizer, tokenizer.convert_tokens_to_ids(END), tuple(ids))
+        ends = end_ids(tokenizer, read_family(cfg.model.path).chat)
+        decoder = AnswerDecoder(tokenizer, ends, ())
+        return replace(decoder, prefill_ids=tuple(decoder.tokens(prefill))) if prefill else decoder
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text inside a row, without those that begin one."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def prompt(self, question: Question) -> Row:
         """Return the question with the beginning of its answer."""

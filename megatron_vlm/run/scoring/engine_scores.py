@@ -112,6 +112,7 @@ def _engine_settings(
         max_len=1 + max(int(index.longest.max()) for index in indexes),
         pictures=max(1, *(int(index.images.max()) for index in indexes)),
         videos=max(int(index.videos.max()) for index in indexes),
+        has_media=any(index.images.any() or index.videos.any() for index in indexes),
         top_k=folder.index.top_k,
         is_inspected=True,
         reserves_media=pick_platform(cfg.platform).is_cuda,

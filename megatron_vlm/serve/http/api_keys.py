@@ -15,6 +15,12 @@ from pathlib import Path
 from starlette.requests import Request
 
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.serve.http.json_web_tokens import (
+    claimed_name,
+    is_valid,
+    issue_token,
+    looks_like_token,
+)
 from megatron_vlm.serve.http.responses import HttpError
 
 _log = logging.getLogger(__name__)
@@ -31,6 +37,8 @@ class ApiKeys:
         self._lock = threading.Lock()
         self._stamp: tuple[int, int, int] | None = None
         self._names: dict[str, bytes] = {}
+        # Tokens end with this process; clients then get others for their keys.
+        self._secret = secrets.token_bytes(32)
         self.names()
 
     def names(self) -> dict[str, bytes]:
@@ -59,6 +67,21 @@ class ApiKeys:
             if hmac.compare_digest(digest, known):
                 owner = name
         return owner
+
+    def issue_token(self, name: str) -> str:
+        """Return a token in place of the key of this name. A new key of the name ends it."""
+        return issue_token(name, self._token_secret(self.names()[name]))
+
+    def name_of_token(self, token: str) -> str | None:
+        """Return the name that a valid token belongs to, or None."""
+        name = claimed_name(token) or ""
+        digest = self.names().get(name)
+        if digest is None or not is_valid(token, self._token_secret(digest)):
+            return None
+        return name
+
+    def _token_secret(self, digest: bytes) -> bytes:
+        return hmac.digest(self._secret, digest, hashlib.sha256)
 
 
 def add_key(name: str, path: Path) -> str:
@@ -93,16 +116,22 @@ def add_key(name: str, path: Path) -> str:
 
 
 def key_of(request: Request, keys: ApiKeys | None) -> str:
-    """Return the name of the request's key. The key is in X-API-Key, a bearer token or the password
-    of basic authentication."""
+    """Return the name of the request's key, or of a token in its place."""
     if keys is None:
         return LOCAL
-    key = request.headers.get("x-api-key") or _authorization(request)
+    key = sent_key(request)
+    is_token = looks_like_token(key)
     try:
-        name = None if key is None else keys.name_of(key)
+        name = keys.name_of_token(key) if is_token else keys.name_of(key)
     except ConfigError as error:
         _log.error("%s", error)
         raise HttpError(503, "the server's file of keys cannot be read at the moment") from error
+    if name is None and is_token:
+        raise HttpError(
+            401,
+            "the token has expired or is not of this server; get another from auth/token",
+            WWW_Authenticate='Bearer error="invalid_token"',
+        )
     if name is None:
         raise HttpError(
             401,
@@ -110,6 +139,12 @@ def key_of(request: Request, keys: ApiKeys | None) -> str:
             WWW_Authenticate='Basic realm="megatron-vlm", charset="UTF-8"',
         )
     return name
+
+
+def sent_key(request: Request) -> str:
+    """Return the key or token of a request, or an empty text. It is in X-API-Key, a bearer token or
+    the password of basic authentication."""
+    return request.headers.get("x-api-key") or _authorization(request) or ""
 
 
 def _authorization(request: Request) -> str | None:

@@ -13,9 +13,22 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_vlm.io.loopback import is_loopback_host
-from megatron_vlm.serve.http import run_routes, sampling_routes, session_routes, training_routes
+from megatron_vlm.serve.http import (
+    anthropic_routes,
+    completion_routes,
+    openai_routes,
+    run_routes,
+    sampling_routes,
+    search_routes,
+    session_routes,
+    training_routes,
+    upload_routes,
+)
 from megatron_vlm.serve.http.api_keys import ApiKeys
 from megatron_vlm.serve.http.bodies import Bodies
+from megatron_vlm.serve.http.chat_prompt import ChatTexts
+from megatron_vlm.serve.http.chat_routing import unknown_paths
+from megatron_vlm.serve.http.chat_samples import SESSION, ChatSamples
 from megatron_vlm.serve.http.context import (
     AppContext,
     Context,
@@ -24,6 +37,7 @@ from megatron_vlm.serve.http.context import (
     ResultWaiters,
     ServerFacts,
 )
+from megatron_vlm.serve.http.openai_bodies import error_body
 from megatron_vlm.serve.http.page import service_page
 from megatron_vlm.serve.http.prometheus import Metrics
 from megatron_vlm.serve.http.request_limits import RequestLimits
@@ -42,10 +56,15 @@ def make_app(
     keys: ApiKeys | None,
     facts: ServerFacts,
     gauges: Mapping[str, float] = {},
+    texts: ChatTexts | None = None,
+    longest: int = 0,
+    adapters: upload_routes.UploadedAdapters | None = None,
 ) -> FastAPI:
     """Build the HTTP application of the service. `gauges` is a dict that the service updates; it is
-    read whenever a client requests the metrics. Without keys, everybody who reaches the server may
-    do everything; FrontServer then accepts only loopback addresses."""
+    read whenever a client requests the metrics. With `texts` it has the routes of OpenAI's and
+    Anthropic's clients, for prompts and answers of `longest` tokens together, and with `adapters`
+    those of uploads. Without keys, everybody who reaches the server may do everything; FrontServer
+    then accepts only loopback addresses."""
     metrics = Metrics()
     journal.listen(metrics.count_completed)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
@@ -55,10 +74,27 @@ def make_app(
     )
     app.state.tickets = run_routes.Tickets()
     add_handlers(app)
-    for routes in (session_routes, training_routes, sampling_routes, run_routes):
+    for routes in (search_routes, session_routes, training_routes, sampling_routes, run_routes):
         app.include_router(routes.router)
     app.include_router(run_routes.downloads)
     app.include_router(_pages)
+    if adapters is not None:
+        app.state.uploads = upload_routes.Uploads(journal, adapters)
+        app.include_router(upload_routes.router)
+        app.include_router(upload_routes.files)
+    if texts is not None:
+        app.state.chats = ChatSamples(app.state.context, texts, longest)
+        journal.end_sessions(SESSION, "the service has started again")
+        for prefix in ("/v1", "/oai/api/v1"):
+            app.include_router(openai_routes.router, prefix=prefix)
+            app.include_router(completion_routes.router, prefix=prefix)
+        for prefix in ("/v1", "/anthropic/api/v1"):
+            app.include_router(anthropic_routes.router, prefix=prefix)
+        for prefix in ("/v1", "/oai/api/v1"):
+            app.include_router(unknown_paths(error_body), prefix=prefix)
+        app.include_router(
+            unknown_paths(anthropic_routes.anthropic_error), prefix="/anthropic/api/v1"
+        )
     if keys is None:
         app.add_middleware(LoopbackOnly)
     return app
@@ -115,7 +151,7 @@ async def page(context: Context, key: Key) -> HTMLResponse:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     context: AppContext = app.state.context
-    task = asyncio.create_task(_sweep(context.journal))
+    task = asyncio.create_task(_sweep(app))
     try:
         yield
     finally:
@@ -125,10 +161,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             await task
 
 
-async def _sweep(journal: Journal) -> None:
+async def _sweep(app: FastAPI) -> None:
     while True:
         await asyncio.sleep(SWEEP_SECONDS)
+        if (uploads := getattr(app.state, "uploads", None)) is not None:
+            uploads.sweep()
         try:
-            await asyncio.to_thread(journal.sweep)
+            await asyncio.to_thread(app.state.context.journal.sweep)
         except (sqlite3.Error, OSError) as error:
             _log.warning("data that is no longer needed could not be removed: %s", error)

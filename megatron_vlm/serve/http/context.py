@@ -30,6 +30,7 @@ from megatron_vlm.serve.journal.journal_records import (
     NamedCheckpoint,
     Promise,
     QuotaExceeded,
+    Result,
     SamplingSession,
     Session,
 )
@@ -52,6 +53,7 @@ class ServerFacts:
     public_url: str | None  # the address that clients use, if it is another
     layout: str
     vocabulary: int  # number of tokens
+    has_schemas: bool = False  # answers can be held to a JSON schema
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,12 @@ def own_checkpoint(context: AppContext, key: str, path: str) -> NamedCheckpoint:
     return _owned(context.journal.checkpoint(path), key, missing)
 
 
+def is_adapter_file(context: AppContext, checkpoint: NamedCheckpoint) -> bool:
+    """Return whether the checkpoint is an adapter in PEFT's form, which can be loaded."""
+    model = context.journal.model(checkpoint.model)
+    return checkpoint.kind == "external" and model is not None and model.lora_rank > 0
+
+
 class GroupCommit:
     """A queue that accepts calls that arrive together in one transaction. They wait for the disk
     only once."""
@@ -192,9 +200,10 @@ class ResultWaiters:
     """Requests that wait for a result and are woken from the engine's thread."""
 
     def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._lock = threading.Lock()
         self._of: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
-        self._closed = False
+        self.closed = False
         journal.listen(self._wake_waiters)
 
     async def wait_until(
@@ -206,7 +215,7 @@ class ResultWaiters:
             self._of[request_id].add(woken)
         try:
             value = there()
-            if value is None and not self._closed:
+            if value is None and not self.closed:
                 await asyncio.wait([woken], timeout=seconds)
                 value = there()
             return value
@@ -216,9 +225,24 @@ class ResultWaiters:
                 if not self._of[request_id]:
                     del self._of[request_id]
 
+    async def result(self, request_id: str, seconds: float) -> Result | None:
+        """Return the result of a call as soon as it is done or dropped, or None after `seconds`."""
+
+        def done() -> Result | None:
+            now = self._journal.result(request_id)
+            return now if now is None or now.outcome or now.dropped else None
+
+        return await self.wait_until(request_id, done, seconds)
+
+    def wake(self, request_id: str) -> None:
+        """Wake the requests that wait for this result, because there is news of it."""
+        with self._lock:
+            woken = list(self._of.get(request_id, ()))
+        self._wake(woken)
+
     def close(self) -> None:
         """Wake all waiting requests because the server stops."""
-        self._closed = True
+        self.closed = True
         with self._lock:
             woken = [future for futures in self._of.values() for future in futures]
         self._wake(woken)

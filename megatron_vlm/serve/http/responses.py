@@ -4,6 +4,7 @@ import logging
 import sqlite3
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -16,9 +17,18 @@ class HttpError(Exception):
     """An error that becomes a response with this status. A client retries 408, 409, 429 and 5xx by
     itself."""
 
-    def __init__(self, status: int, text: str, **headers: str) -> None:
+    def __init__(
+        self,
+        status: int,
+        text: str,
+        param: str | None = None,
+        code: str | None = None,
+        **headers: str,
+    ) -> None:
+        """`param` and `code` are for OpenAI's clients: the field, and a name of the error."""
         super().__init__(text)
         self.status, self.text, self.headers = status, text, headers
+        self.param, self.code = param, code
 
 
 def refusal(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -44,6 +54,11 @@ def add_handlers(app: FastAPI) -> None:
     async def refused(_: Request, error: HttpError) -> JSONResponse:
         headers = {name.replace("_", "-"): value for name, value in error.headers.items()}
         return refusal(error.status, error.text, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def query(_: Request, error: RequestValidationError) -> JSONResponse:
+        where = error.errors()[0]
+        return refusal(422, f"{where['loc'][-1]}: {where['msg']}")
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:

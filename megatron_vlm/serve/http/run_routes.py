@@ -3,6 +3,7 @@
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -21,6 +22,7 @@ from megatron_vlm.serve.http.context import (
     require_model,
     texts,
 )
+from megatron_vlm.serve.http.json_web_tokens import OWNER
 from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.http.session_routes import page_of
 from megatron_vlm.serve.journal.journal_records import SEGMENTS, Model, NamedCheckpoint
@@ -57,14 +59,14 @@ async def training_run(run: str, context: Context, key: Key) -> Answer:
 async def checkpoints_of(run: str, context: Context, key: Key) -> Answer:
     """List the checkpoints of one training run."""
     require_model(context, key, run)
-    return {"checkpoints": [_checkpoint_answer(c) for c in context.journal.checkpoints(key, run)]}
+    return {"checkpoints": checkpoint_answers(context, context.journal.checkpoints(key, run))}
 
 
 @router.get("/checkpoints")
 async def checkpoints(context: Context, key: Key, limit: int = 100, offset: int = 0) -> Answer:
     """List the checkpoints of all training runs."""
     records, cursor = page_of(context.journal.checkpoints(key), limit, offset)
-    return {"checkpoints": [_checkpoint_answer(each) for each in records], "cursor": cursor}
+    return {"checkpoints": checkpoint_answers(context, records), "cursor": cursor}
 
 
 @router.post("/weights_info")
@@ -120,6 +122,7 @@ async def urls(checkpoint: Checkpoint, request: Request, context: Context) -> An
         for path in sorted(checkpoint.folder.rglob("*"))
         if path.is_file() and not path.is_symlink()
     )
+    await context.write(context.journal.record_read, checkpoint, "download")
     tickets: Tickets = request.app.state.tickets
     ticket, expires = tickets.give(checkpoint.folder, files, context.limits.url_seconds)
     base = (context.facts.public_url or str(request.base_url)).rstrip("/")
@@ -129,6 +132,7 @@ async def urls(checkpoint: Checkpoint, request: Request, context: Context) -> An
     }
 
 
+@downloads.head("/download/{ticket}/{file:path}")
 @downloads.get("/download/{ticket}/{file:path}")
 async def download(ticket: str, file: str, request: Request) -> FileResponse:
     """Return a file of an exported folder."""
@@ -165,11 +169,11 @@ class Tickets:
 
 def _run(context: AppContext, model: Model) -> Answer:
     records = context.journal.checkpoints(model.key, model.id)
-    last = {each.kind: _checkpoint_answer(each) for each in reversed(records)}
+    last = {each.kind: _checkpoint_answer(each, model) for each in reversed(records)}
     return {
         "training_run_id": model.id,
         "base_model": model.base_model,
-        "model_owner": model.key,
+        "model_owner": OWNER + model.key,
         "is_lora": model.lora_rank > 0,
         "lora_rank": model.lora_rank or None,
         "corrupted": model.state == "failed",
@@ -180,8 +184,15 @@ def _run(context: AppContext, model: Model) -> Answer:
     }
 
 
-def _checkpoint_answer(checkpoint: NamedCheckpoint) -> Answer:
+def checkpoint_answers(context: AppContext, records: Sequence[NamedCheckpoint]) -> list[Answer]:
+    """Return checkpoints as clients read them."""
+    models = {model.id: model for model in context.journal.models()}
+    return [_checkpoint_answer(each, models[each.model]) for each in records]
+
+
+def _checkpoint_answer(checkpoint: NamedCheckpoint, model: Model) -> Answer:
     return {
+        "base_model": model.base_model,
         "checkpoint_id": checkpoint.id,
         "checkpoint_type": checkpoint.kind,
         "time": moment(checkpoint.created),

@@ -10,6 +10,7 @@ from megatron_vlm.serve.http.context import (
     AppContext,
     Context,
     Key,
+    is_adapter_file,
     open_session,
     own_checkpoint,
     require_model,
@@ -21,6 +22,7 @@ from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
     Call,
     Failure,
+    NamedCheckpoint,
     Result,
     SamplingSession,
     sampler_id,
@@ -39,17 +41,13 @@ async def create_sampling_session(request: Request, context: Context, key: Key) 
     sampler = sampler_id(session.id, form.sampling_session_seq_id)
     if form.model_path is not None:
         checkpoint = own_checkpoint(context, key, form.model_path)
-        if checkpoint.kind == "external":
+        if not can_be_sampled(context, checkpoint):
             raise HttpError(
                 422,
                 f"model_path: {form.model_path} was made to be downloaded; sample from weights or "
                 "sampler_weights",
             )
-        base = require_model(context, key, checkpoint.model).base_model
-        new = SamplingSession(
-            *(sampler, session.id, checkpoint.model, base, checkpoint.folder, checkpoint.path),
-            facts=checkpoint.facts,
-        )
+        new = session_of_checkpoint(context, sampler, session.id, checkpoint)
     elif form.base_model in context.facts.base_models:
         new = SamplingSession(sampler, session.id, None, form.base_model)
     else:
@@ -60,6 +58,22 @@ async def create_sampling_session(request: Request, context: Context, key: Key) 
         )
     await context.write(context.journal.create_sampler, new)
     return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+
+def can_be_sampled(context: AppContext, checkpoint: NamedCheckpoint) -> bool:
+    """Return whether samples can be drawn from this checkpoint."""
+    return checkpoint.kind != "external" or is_adapter_file(context, checkpoint)
+
+
+def session_of_checkpoint(
+    context: AppContext, sampler: str, session: str, checkpoint: NamedCheckpoint
+) -> SamplingSession:
+    """Return a new sampling session on a checkpoint, which is of the key of its model."""
+    base = require_model(context, checkpoint.key, checkpoint.model).base_model
+    return SamplingSession(
+        *(sampler, session, checkpoint.model, base, checkpoint.folder, checkpoint.path),
+        facts=checkpoint.facts,
+    )
 
 
 @router.get("/samplers/{sampler}")
@@ -84,8 +98,7 @@ async def asample(request: Request, context: Context, key: Key) -> Answer:
     body = await context.body(request, "sample_bytes")
     form = await parse_body(body, context.read, schemas.SampleForm)
     try:
-        _check(form, context.limits)
-        schemas.check_top_k(form, context.facts.vocabulary)
+        check_sample(form, context.limits, context.facts.vocabulary)
     except RequestError as error:
         raise HttpError(422, str(error)) from error
     require_sampler(context, key, form.sampling_session_id)
@@ -111,12 +124,7 @@ async def retrieve(request: Request, context: Context, key: Key) -> Response:
     if result is None or result.key != key:
         return _unknown(name)
     if result.outcome is None and not result.dropped:
-
-        def done() -> Result | None:
-            now = context.journal.result(name)
-            return now if now is None or now.outcome or now.dropped else None
-
-        result = await context.waiters.wait_until(name, done, context.limits.poll_seconds)
+        result = await context.waiters.result(name, context.limits.poll_seconds)
     if result is None:
         return JSONResponse({"queue_state": "active", "request_id": name}, 408)
     if result.outcome is None:
@@ -149,7 +157,8 @@ def _unknown(name: str) -> Response:
     )
 
 
-def _check(form: schemas.SampleForm, limits: RequestLimits) -> None:
+def check_sample(form: schemas.SampleForm, limits: RequestLimits, vocabulary: int) -> None:
+    """Refuse a request above a limit, or for more tokens than the vocabulary has."""
     params = form.sampling_params
     stop = params.stop if isinstance(params.stop, list) else [params.stop]
     for name, count, maximum, limit in (
@@ -168,3 +177,4 @@ def _check(form: schemas.SampleForm, limits: RequestLimits) -> None:
     pictures = sum(chunk.get("type") != "encoded_text" for chunk in chunks)
     tokens = [each for chunk in chunks if isinstance(each := chunk.get("tokens"), list)]
     check_chunks("prompt", len(chunks), pictures, sum(map(len, tokens)), limits)
+    schemas.check_top_k(form, vocabulary)

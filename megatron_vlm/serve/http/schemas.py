@@ -7,6 +7,7 @@ base_model in asample.
 """
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -34,6 +35,16 @@ Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+# {switch of lora_config: the part of the model that it gives adapters}
+PARTS = {"train_attn": "attention", "train_mlp": "mlp", "train_unembed": "head"}
+
+
+def sdk_release(version: str) -> tuple[int, int] | None:
+    """Return the first two numbers of a client's version, or None if it has none."""
+    numbers = re.match(r"(\d{1,9})\.(\d{1,9})", version)
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
 class JsonForm(BaseModel):
     """The JSON body of a request."""
 
@@ -44,6 +55,15 @@ class CreateSession(JsonForm):
     tags: Annotated[list[Text], Field(max_length=256)] = []
     user_metadata: Metadata | None = None
     display_name: Text | None = None
+    sdk_version: Text = ""
+
+    @field_validator("sdk_version")
+    @classmethod
+    def _new_enough(cls, value: str) -> str:
+        """Refuse clients that would wait for ever for forms that this service does not have."""
+        if (sdk_release(value) or (0, 25)) < (0, 25):
+            raise ValueError(f"tinker {value} is too old: install 0.25 or newer")
+        return value
 
 
 class SessionIdForm(JsonForm):
@@ -97,6 +117,11 @@ class LoraForm(JsonForm):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Parts of the model that get adapters."""
+        return tuple(part for switch, part in PARTS.items() if getattr(self, switch))
 
 
 class OptimizerConfig(JsonForm):
@@ -256,6 +281,8 @@ class SampleForm(JsonForm):
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=0)] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     record_stability_info: bool | None = None
+    stream_tokens: bool = False  # the service's own: tell of tokens while they are drawn
+    json_schema: str | None = None  # the service's own: the form of the answers
 
     @field_validator("record_stability_info")
     @classmethod

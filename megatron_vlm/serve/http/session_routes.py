@@ -4,6 +4,7 @@ from typing import TypeVar
 
 from fastapi import APIRouter, Request
 
+from megatron_vlm.serve.http.api_keys import sent_key
 from megatron_vlm.serve.http.context import (
     Answer,
     Context,
@@ -13,12 +14,13 @@ from megatron_vlm.serve.http.context import (
     require_session,
     texts,
 )
+from megatron_vlm.serve.http.json_web_tokens import looks_like_token
 from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.http.schemas import CreateSession, Finish, SessionIdForm
 
 router = APIRouter(prefix="/api/v1")
 T = TypeVar("T")
-_ACTIVE = 600.0  # seconds since the last heartbeat; clients send one every 10
+ACTIVE_SECONDS = 600.0  # seconds since the last heartbeat; clients send one every 10
 
 
 @router.post("/client/config")
@@ -26,7 +28,7 @@ async def client_config(request: Request, context: Context, key: Key) -> Answer:
     """Return every flag of the client, so that none follows a default that changes."""
     await context.body(request)
     return {
-        "pjwt_auth_enabled": False,
+        "pjwt_auth_enabled": context.keys is not None,  # the client exchanges its key for a token
         "credential_default_source": "api_key",
         "parallel_fwdbwd_chunks": True,
         "proto_compress_fwdbwd": True,
@@ -47,6 +49,18 @@ async def dynamic_config(request: Request, context: Context, key: Key) -> Answer
     """Return the flags that clients request periodically."""
     await context.body(request)
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
+
+
+@router.post("/auth/token")
+async def auth_token(request: Request, context: Context, key: Key) -> Answer:
+    """Return a token in place of the key, which must be the key itself: a token cannot renew
+    itself."""
+    await context.body(request)
+    if context.keys is None:
+        raise HttpError(422, "this server has no keys, and needs no token")
+    if looks_like_token(sent_key(request)):
+        raise HttpError(401, "send the API key, in place of a token")
+    return {"jwt": context.keys.issue_token(key)}
 
 
 @router.get("/healthz")
@@ -83,12 +97,13 @@ async def telemetry(request: Request, context: Context, key: Key) -> Answer:
 async def create_session(request: Request, context: Context, key: Key) -> Answer:
     """Create a session for a client."""
     form = await context.form(request, CreateSession)
-    active = context.journal.active_sessions(key, _ACTIVE)
+    active = context.journal.active_sessions(key, ACTIVE_SECONDS)
     if active >= context.limits.sessions:
         raise HttpError(
             422,
             f"{active} sessions are active, and limit sessions is {context.limits.sessions}: "
-            f"close() some, or wait; one that ended without it does not count after {_ACTIVE:g} s",
+            "close() some, or wait; one that ended without it does not count after "
+            f"{ACTIVE_SECONDS:g} s",
         )
     session = await context.write(
         context.journal.create_session, key, form.user_metadata or {}, form.display_name

@@ -13,6 +13,7 @@ from megatron_vlm.serve.http.context import (
     Context,
     Key,
     complaints,
+    is_adapter_file,
     open_session,
     own_checkpoint,
     parsed_object,
@@ -39,7 +40,7 @@ async def create_model(request: Request, context: Context, key: Key) -> Answer:
     body = await context.body(request)
     form = context.read(body, schemas.CreateModel)
     session = open_session(context, key, form.session_id)
-    _check_base(context, form.base_model)
+    check_base_model(context, form.base_model)
     rank = 0 if form.lora_config is None else form.lora_config.rank
     name = model_id(session.id, form.model_seq_id)
     model = Model(name, session.id, form.base_model, rank, form.user_metadata or {})
@@ -55,9 +56,9 @@ async def load_weights(request: Request, context: Context, key: Key) -> Answer:
         return await _queue_training_call(context, key, "load_weights", body)
     form = context.read(body, schemas.LoadModel)
     session = open_session(context, key, form.session_id)
-    checkpoint = _training_checkpoint(context, key, form.path)
+    checkpoint = _training_checkpoint(context, key, form)
     if form.base_model is not None:
-        _check_base(context, form.base_model)
+        check_base_model(context, form.base_model)
     origin = require_model(context, key, checkpoint.model)
     model = Model(
         id=model_id(session.id, form.model_seq_id),
@@ -68,6 +69,7 @@ async def load_weights(request: Request, context: Context, key: Key) -> Answer:
         source=checkpoint.folder,
     )
     new = Call("load_model", session.id, form.model_seq_id, key, body, model=model)
+    await context.write(context.journal.record_read, checkpoint, "load")
     return await _promise(context, new, model.id)
 
 
@@ -160,7 +162,8 @@ async def _queue_training_call(context: AppContext, key: str, kind: str, body: b
         if isinstance(form, schemas.LoadWeights):
             require_model(context, key, model, usable=True)
             try:
-                _training_checkpoint(context, key, form.path)
+                checkpoint = _training_checkpoint(context, key, form)
+                await context.write(context.journal.record_read, checkpoint, "load")
             except HttpError as error:
                 failure = Failure(error.text, "user")
     except ValidationError as error:
@@ -183,18 +186,27 @@ def _place(value: dict[str, Any]) -> tuple[str, int] | None:
     return model, int(seq)
 
 
-def _training_checkpoint(context: AppContext, key: str, path: str) -> NamedCheckpoint:
-    checkpoint = own_checkpoint(context, key, path)
-    if checkpoint.kind != "training":
+def _training_checkpoint(
+    context: AppContext, key: str, form: schemas.LoadModel | schemas.LoadWeights
+) -> NamedCheckpoint:
+    checkpoint = own_checkpoint(context, key, form.path)
+    if is_adapter_file(context, checkpoint):
+        if form.optimizer:
+            raise HttpError(
+                422,
+                f"optimizer: {form.path} has no state of an optimizer; load it without, by "
+                "create_training_client_from_state",
+            )
+    elif checkpoint.kind != "training":
         raise HttpError(
             422,
-            f"path: {path} holds {checkpoint.id.split('/')[0]}, and training goes on from weights, "
-            "which save_state saves",
+            f"path: {form.path} holds {checkpoint.id.split('/')[0]}, and training goes on from "
+            "weights, which save_state saves, or from an adapter in external_weights",
         )
     return checkpoint
 
 
-def _check_base(context: AppContext, name: str) -> None:
+def check_base_model(context: AppContext, name: str) -> None:
     if name not in context.facts.base_models:
         raise HttpError(
             422,

@@ -16,6 +16,7 @@ from megatron_vlm.serve.journal.journal_records import (
     CompletedCall,
     Failure,
     Finished,
+    Model,
     ModelChange,
     NamedCheckpoint,
     SamplingSession,
@@ -125,6 +126,32 @@ def _put_checkpoint(store: Store, db: sqlite3.Connection, new: NamedCheckpoint, 
         ),
     )
     assert cursor.rowcount == 1, f"model {new.model} is not in the journal"
+
+
+def store_run(
+    store: Store, db: sqlite3.Connection, run: Model, creation: bytes, checkpoint: NamedCheckpoint
+) -> bool:
+    """Insert a run that cannot be trained, and its checkpoint, once. Return False if another run
+    has the id. A session that does not exist is inserted as a finished one."""
+    known = db.execute("SELECT key, creation FROM models WHERE id = ?", (run.id,)).fetchone()
+    if known is not None:
+        return (known["key"], known["creation"]) == (run.key, creation)
+    now = time.time()
+    db.execute(
+        "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, 'success', '{}', NULL)",
+        (run.session, run.key, now, now, now),
+    )
+    db.execute(
+        "INSERT INTO models (id, session, key, created, used, state, base_model, lora_rank,"
+        " user_metadata, facts, creation_kind, creation, seed)"
+        " VALUES (?, ?, ?, ?, ?, 'unloaded', ?, ?, '{}', ?, 'store_run', ?, 0)",
+        (
+            *(run.id, run.session, run.key, now, now, run.base_model, run.lora_rank),
+            *(json.dumps(dict(run.facts)), creation),
+        ),
+    )
+    _put_checkpoint(store, db, checkpoint, now)
+    return True
 
 
 def put_sampler(store: Store, db: sqlite3.Connection, new: SamplingSession, now: float) -> None:

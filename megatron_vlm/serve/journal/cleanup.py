@@ -34,6 +34,7 @@ class JournalExpiry:
     finished: float = 120.0  # models, samplers and waiting calls of a session that was finished
     silent: float = 86400.0  # samplers and waiting calls of a session that fell silent
     lost: float = 7 * 86400.0  # models of a session that fell silent
+    events: float = 90 * 86400.0  # entries of the audit log
     released: float = 60.0  # a folder that nothing refers to
     # A snapshot of a model that has a newer one. The time counts from the newer snapshot and from
     # the last sample.
@@ -48,6 +49,7 @@ def sweep(store: Store, keep: JournalExpiry) -> list[CompletedCall]:
         _drop_results(db, keep, now)
         release(db, now, "SELECT folder FROM checkpoints WHERE expires <= ?", now)
         db.execute("DELETE FROM checkpoints WHERE expires <= ?", (now,))
+        db.execute("DELETE FROM events WHERE time < ?", (now - keep.events,))
         _end_superseded(db, now, now - keep.superseded)
         ended = select_completed(
             db, [*_end_sessions(db, keep, now), *_unload(store, db, keep, now)]

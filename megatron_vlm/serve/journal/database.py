@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.atomic import try_lock
+from megatron_vlm.serve.journal.events import EVENTS
 
 FILE = "journal.sqlite"
 _READERS = 4
@@ -102,8 +103,12 @@ def _keep_private(run: Path) -> None:
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version == 0:
-        connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
-    elif version != VERSION:
+        connection.executescript(
+            f"BEGIN; {TABLES} {EVENTS} PRAGMA user_version = {VERSION}; COMMIT;"
+        )
+    elif version == VERSION:
+        connection.executescript(f"BEGIN; {EVENTS} COMMIT;")  # a journal may be older than these
+    else:
         raise ConfigError(
             f"has version {version}, and this program reads version {VERSION}",
             place=str(path),

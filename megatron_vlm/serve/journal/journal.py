@@ -17,8 +17,8 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from megatron_vlm.serve.journal.changes import (
     record_checkpoint,
     release,
     select_completed,
+    store_run,
 )
 from megatron_vlm.serve.journal.cleanup import JournalExpiry, sweep
+from megatron_vlm.serve.journal.events import record_read
 from megatron_vlm.serve.journal.journal_reader import JournalReader
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
@@ -40,10 +42,13 @@ from megatron_vlm.serve.journal.journal_records import (
     Conflict,
     Failure,
     Finished,
+    Model,
+    NamedCheckpoint,
     Promise,
     SamplingSession,
     Saved,
 )
+from megatron_vlm.serve.journal.reads import Reads
 
 MAX_ATTEMPTS = 3
 _POISON = Failure(
@@ -154,6 +159,37 @@ class Journal(JournalReader):
         self.ring(completed)
         return bool(completed)
 
+    def drop_sample(self, request_id: str, key: str) -> None:
+        """Drop a sample that nobody will ask for: cancel it, and keep neither result nor row."""
+        mine = "request_id = ? AND key = ? AND kind = ?"
+        with self._store.write(on_disk=False) as db:
+            row = db.execute(
+                f"SELECT number, done FROM calls WHERE {mine}", (request_id, key, SAMPLE)
+            ).fetchone()
+            if row is None:
+                return
+            rung = []
+            if row["done"] is None:
+                cancelled = Finished(request_id, Failure("its client has gone", "user"))
+                rung = select_completed(db, finish_call(self._store, db, cancelled))
+            for table in ("answers", "calls"):
+                db.execute(f"DELETE FROM {table} WHERE number = ?", (row["number"],))
+        self.ring(rung)
+
+    def end_sessions(self, display_name: str, reason: str) -> None:
+        """Finish all sessions of this name, and drop their samples."""
+        samples = self._select(
+            "SELECT request_id, calls.key FROM calls JOIN samplers ON calls.owner = samplers.id"
+            " JOIN sessions ON sessions.id = samplers.session WHERE display_name = ?",
+            display_name,
+        )
+        for row in samples:
+            self.drop_sample(row["request_id"], row["key"])
+        with self._store.write() as db:
+            named = "display_name = ? AND finished IS NULL"
+            values = time.time(), reason, display_name
+            db.execute(f"UPDATE sessions SET finished = ?, reason = ? WHERE {named}", values)
+
     def record_saved(self, model: str, seq: int, folder: Path) -> None:
         """Record a complete folder with the state of the model and its optimizer after call `seq`.
         The previous folder is removed when nothing else needs it. `Changes.saved` does the same
@@ -194,6 +230,17 @@ class Journal(JournalReader):
             db.execute("UPDATE samplers SET clients = clients + 1 WHERE id = ?", (sampler,))
             row = db.execute("SELECT clients FROM samplers WHERE id = ?", (sampler,)).fetchone()
         return row["clients"]
+
+    def store_run(self, run: Model, creation: bytes, checkpoint: NamedCheckpoint) -> bool:
+        """Store a run that only has a checkpoint and cannot be trained. A retry with the same
+        `creation` changes nothing. Return False if another run has the id."""
+        with self._store.write() as db:
+            return store_run(self._store, db, run, creation, checkpoint)
+
+    def record_read(self, checkpoint: NamedCheckpoint, purpose: str) -> None:
+        """Record for the audit log that the owner reads a checkpoint."""
+        with self._store.write(on_disk=False) as db:
+            record_read(db, checkpoint, purpose)
 
     def set_expiry(self, path: str, expires: float | None) -> None:
         """Set when the checkpoint expires; None means never."""
@@ -242,27 +289,3 @@ class Journal(JournalReader):
                 "UPDATE sessions SET heard = ? WHERE id = ?",
                 [(when, name) for name, when in heard.items()],
             )
-
-
-class Reads:
-    """The folder RUN/reading, with a file for each call that is being read."""
-
-    def __init__(self, run: Path):
-        self.folder = run / "reading"
-
-    def interrupted_calls(self) -> list[str]:
-        """Return the calls that were being read when the previous process died."""
-        return sorted(path.name for path in self.folder.glob("*"))
-
-    @contextmanager
-    def record_attempt(self, request_id: str) -> Iterator[None]:
-        """Record that this call is being read. A full disk does not prevent the reading."""
-        path = self.folder / request_id
-        with suppress(OSError):
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            path.touch()
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
     Call,
+    Event,
     Failure,
     Model,
     NamedCheckpoint,
@@ -22,6 +23,7 @@ from megatron_vlm.serve.journal.journal_records import (
     SamplingSession,
     Session,
 )
+from megatron_vlm.serve.protocol.payloads import RequestError
 
 _OF_KEY = "coalesce(key = ?, 1)"  # None for the key stands for all keys
 _UNEXPIRED = "coalesce(expires > ?, 1)"
@@ -31,7 +33,8 @@ _TABLES: Mapping[type, str] = {
     SamplingSession: "samplers",
     NamedCheckpoint: "checkpoints",
 }
-_JSON, _FOLDERS = {"user_metadata", "facts", "figures"}, {"folder", "source"}
+_JSON = {"user_metadata", "facts", "figures", "details"}
+_FOLDERS = {"folder", "source"}
 _CALL = (
     *("request_id", "number", "kind", "owner", "seq", "key", "seed", "attempts", "accepted"),
     *("size", "changes_state"),
@@ -97,6 +100,16 @@ class JournalReader:
         where = f"path = ? AND {_UNEXPIRED}"
         return _first_or_none(self._records(NamedCheckpoint, where, path, time.time()))
 
+    def events(self, key: str, since: float, until: float, limit: int) -> list[Event]:
+        """Return the events of a key in this time, oldest first; the newest ones if there are more
+        than `limit`."""
+        rows = self._select(
+            "SELECT * FROM events WHERE key = ? AND time >= ? AND time < ?"
+            " ORDER BY time DESC, rowid DESC LIMIT ?",
+            *(key, since, until, limit),
+        )
+        return [self._record(Event, row) for row in reversed(rows)]
+
     def folders(self) -> set[Path]:
         """Return every folder that a row names."""
         with self._store.read() as db:
@@ -146,7 +159,8 @@ class JournalReader:
         rows = self._select(
             "SELECT body FROM bodies JOIN calls USING (number) WHERE request_id = ?", request_id
         )
-        assert rows, f"the body of {request_id} is no longer kept"
+        if not rows:  # a sample may be dropped at any moment
+            raise RequestError("is no longer kept", place=request_id)
         return rows[0]["body"]
 
     # -- calls that are done

@@ -230,8 +230,19 @@ class Session:
     created: float
     heard: float
     finished: float | None
+    reason: str | None
     user_metadata: Mapping[str, Any]
     display_name: str | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """An entry of the audit log."""
+
+    time: float
+    key: str
+    event: str
+    details: Mapping[str, Any]
 
 
 def model_id(session: str, seq: int) -> str:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from megatron_vlm.serve.protocol.payloads import Samples, SparseLogProbs, TopK
+from megatron_vlm.serve.protocol.payloads import Sampled, Samples, SparseLogProbs, TopK
 from megatron_vlm.serve.protocol.protobuf import message
 from megatron_vlm.serve.protocol.request_tensors import FLOAT32, INT64
 
@@ -58,6 +58,35 @@ def write_samples(samples: Samples) -> bytes:
     if samples.target_prompt_log_probs is not None:
         _write_targets(answer.target_prompt_logprobs, samples.target_prompt_log_probs)
     return answer.SerializeToString()
+
+
+def read_samples(body: bytes) -> Samples:
+    """Decode a SampleResponse that `write_samples` has encoded, without target log-probs."""
+    answer = message("SampleResponse")
+    answer.ParseFromString(body)
+    return Samples(
+        tuple(
+            Sampled(
+                np.frombuffer(each.tokens, "<i4"),
+                np.frombuffer(each.logprobs, "<f4") if each.HasField("logprobs") else None,
+                each.stop_reason == _STOP,
+                _read_top(each, "topk_sampled_logprobs"),
+            )
+            for each in answer.sequences
+        ),
+        np.frombuffer(answer.prompt_logprobs, "<f4")
+        if answer.HasField("prompt_logprobs")
+        else None,
+        _read_top(answer, "topk_prompt_logprobs"),
+    )
+
+
+def _read_top(answer: Any, field: str) -> TopK | None:
+    if not answer.HasField(field):
+        return None
+    top = getattr(answer, field)
+    ids = np.frombuffer(top.token_ids, "<i4").reshape(top.length, top.k)
+    return TopK(ids, np.frombuffer(top.logprobs, "<f4").reshape(top.length, top.k))
 
 
 def _write_targets(written: Any, log_probs: np.ndarray | SparseLogProbs) -> None:

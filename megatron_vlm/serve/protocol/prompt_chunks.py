@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_vlm.serve.protocol.payloads import MAX_TOKEN_ID, Chunk, Picture, RequestError, Text
 
-_HEADS = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}  # first bytes of the files
-_FORMATS = tuple(_HEADS)
+HEADS = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}  # first bytes of the files
+_FORMATS = tuple(HEADS)
 _MAX_SIDE = 2**16  # maximum side of a JPEG
 _KINDS = ("encoded_text", "image")
 _TOKEN = f"a whole number from 0 to {MAX_TOKEN_ID}"
@@ -156,8 +156,8 @@ def _picture(picture: Picture, where: str) -> Picture:
                 found=length,
                 remedy="leave override_dimensions out to take the picture's own",
             )
-    if not picture.data.startswith(_HEADS[picture.format]):
-        formats = [name for name, head in _HEADS.items() if picture.data.startswith(head)]
+    if not picture.data.startswith(HEADS[picture.format]):
+        formats = [name for name, head in HEADS.items() if picture.data.startswith(head)]
         begins = formats[0] if formats else repr(picture.data[:8])
         raise RequestError(
             f": the data begins as {begins}",

@@ -6,6 +6,7 @@ front_client.py BASE_URL MODEL: prints JSON of what was seen.
 import json
 import sys
 import urllib.request
+from datetime import date
 
 import tinker
 from tinker import types
@@ -85,8 +86,39 @@ def checkpoints(service, url, training, seen):
     seen["loaded_step"] = loaded.optim_step(types.AdamParams()).result().metrics
     rest.delete_checkpoint_from_tinker_path(external).result()
     seen["left"] = len(rest.list_checkpoints(training.model_id).result().checkpoints)
+    reports(rest, url, saved, seen)
     seen["sessions"] = len(rest.list_sessions().result().sessions)
     return sampler_path
+
+
+def reports(rest, url, saved, seen):
+    me = rest.whoami().result()
+    seen["whoami"] = [me.user_urn, me.org_urn, me.email]
+    archive = tinker.ServiceClient(base_url=url, project_id="any")
+    copies = [
+        rest.copy_weights(saved, "any", ttl_seconds=3600).result(),
+        archive.copy_weights(saved).result(),
+    ]
+    archive.close("success").result()
+    seen["copies"] = [path.rpartition(":0/")[2] for path in copies]
+    seen["searched"], cursor = [], None
+    while cursor or not seen["searched"]:
+        page = rest.search_sessions(types.SessionSearchRequest(limit=1, cursor=cursor)).result()
+        seen["searched"] += [
+            [s.status.type, "" if s.status.type == "active" else s.status.reason.type,
+             s.checkpoints_count]
+            for s in page.sessions
+        ]  # fmt: skip
+        cursor = page.next_cursor
+    admin = tinker.AdminClient(base_url=url)
+    (usage,) = admin.get_current_checkpoint_storage_usage().result().data
+    seen["usage"] = [usage.checkpoint_count, usage.size_bytes, usage.user_name]
+    log = admin.get_audit_log("checkpoints").result()
+    seen["audit"] = [[e.event, e.purpose] for e in log.entries if e.tinker_path == saved]
+    seen["audit_at_another_time"] = [
+        len(admin.get_audit_log("teams").result().entries),
+        len(admin.get_audit_log(day=date(2020, 1, 1)).result().entries),
+    ]
 
 
 def samples(service, training, sampler_path, model, seen):

@@ -4,7 +4,7 @@ of tensors, the tower and the positions.
 Shapes: S tokens of a row, P patches, C values of a patch, 3 the axes time, height, width.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,13 @@ from transformers.vision_utils import (
 )
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.field_rules import ModelFields, other_model, unsupported_fields
+from megatron_vlm.family.family import Family
+from megatron_vlm.family.field_rules import Checks, ModelFields, refuse_other_model
+from megatron_vlm.family.qwen.chat import CHAT
+from megatron_vlm.family.qwen.engine_prompt import ENGINE_PROMPT
+from megatron_vlm.family.qwen.images import ImageSettings
+from megatron_vlm.family.qwen.videos import VideoSettings
 from megatron_vlm.family.spec import (
-    Family,
     HFNames,
     ModelSizes,
     Part,
@@ -33,18 +37,15 @@ from megatron_vlm.family.spec import (
     Tokens,
     TowerHeads,
     TowerInputs,
-    VisionMarks,
     VisionSizes,
     text_tensors,
 )
+from megatron_vlm.family.tiny import TinyParts
 from megatron_vlm.family.tower_attention import PackedAttention
 from megatron_vlm.io.untrusted import UntrustedFile
 
 HF_NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
-VISION_MARKS = VisionMarks("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
-# Checks that values fit each other: whether each passes, and the text of the problem.
-Checks = Iterable[tuple[bool, str]]
 TowerClass = Callable[[Any], nn.Module]  # transformers' module, made from its part of the config
 
 
@@ -52,29 +53,13 @@ def check_fields(
     config: PretrainedConfig, known: ModelFields, checks: Callable[[PretrainedConfig], Checks]
 ) -> None:
     """Refuse a config.json of another model. `checks` are those of one family."""
-    problems = list(_unknown(config, known)) or [
-        problem
-        for fits, problem in (*_text_fits(config), *checks(config), *_vision_fits(config))
-        if not fits
-    ]
-    if problems:
-        raise other_model(config.name_or_path, problems)
 
+    def all_checks() -> Checks:
+        yield from _text_fits(config)
+        yield from checks(config)
+        yield from _vision_fits(config)
 
-def _unknown(config: PretrainedConfig, known: ModelFields) -> Iterator[str]:
-    """Yield the fields that are unknown or have an unsupported value."""
-    top, text, vision = map(_fields, (config, config.text_config, config.vision_config))
-    top |= {"text_config": text, "vision_config": vision}
-    # Some tools repeat a field of the text at the top, where nothing reads it.
-    repeated = {name for name in top if name in text and top[name] == text[name]}
-    read = top.keys() - (repeated - known.top.fixed.keys())
-    for part in known.parts({name: top[name] for name in read}, text, vision):
-        yield from unsupported_fields(*part)
-
-
-def _fields(part: PretrainedConfig) -> dict[str, Any]:
-    config_names = {"_heterogeneity_spec": "per_layer_config"}  # name in config.json
-    return {config_names.get(name, name): value for name, value in vars(part).items()}
+    refuse_other_model(config, known, all_checks())
 
 
 def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
@@ -128,14 +113,20 @@ def _deepstack_blocks(vision: PretrainedConfig) -> Sequence[int]:
 def model_sizes(config: PretrainedConfig, text: TextSizes, make_tower: TowerClass) -> ModelSizes:
     """Return the sizes of a model with this decoder, from checked fields."""
     vision = config.vision_config
+    deepstack = len(_deepstack_blocks(vision))
+    out, merge = vision.out_hidden_size, vision.spatial_merge_size
     vision_sizes = VisionSizes(
         depth=vision.depth,
         hidden=vision.hidden_size,
+        query=vision.hidden_size,
         ffn=vision.intermediate_size,
-        out_hidden=vision.out_hidden_size,
+        out_hidden=out,
         patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
-        merge=vision.spatial_merge_size,
-        deepstack=len(_deepstack_blocks(vision)),
+        megapixel=2**20 // vision.patch_size**2,
+        merge=merge,
+        deepstack=deepstack,
+        block_values=2 * vision.intermediate_size + 9 * vision.hidden_size,
+        merger_values=(1 + deepstack) * (3 * vision.hidden_size + out // merge**2),
         inputs=tower_inputs,
     )
     tokens = Tokens(
@@ -159,7 +150,9 @@ def _vision_tensors(config: PretrainedConfig, make_tower: TowerClass) -> Iterato
         part = Part.merger if "merger" in name else Part.vision
         groups = [group for mark, group in marks.items() if mark in name and param.dim() == 2]
         group = groups[0] if groups else None  # among the LoRA targets
-        yield TensorSpec(HF_NAMES.vision + name, tuple(param.shape), part, group)
+        is_table = name == "pos_embed.weight"
+        shape = tuple(param.shape)
+        yield TensorSpec(HF_NAMES.vision + name, shape, part, group, is_table=is_table)
 
 
 class LinearPatchEmbed(nn.Module):
@@ -252,7 +245,17 @@ def make_family(
     sizes_of: Callable[[PretrainedConfig], ModelSizes],
     make_tower: TowerClass,
     passthrough: tuple[str, ...] = (),
+    tiny: TinyParts | None = None,
 ) -> Family:
     """Return a family of Qwen's models."""
-    tower = partial(build_tower, make_tower)
-    return Family(model_type, VISION_MARKS, sizes_of, tower, passthrough)
+    return Family(
+        model_type,
+        CHAT,
+        sizes_of,
+        partial(build_tower, make_tower),
+        ImageSettings.from_checkpoint,
+        VideoSettings.from_checkpoint,
+        ENGINE_PROMPT,
+        passthrough,
+        tiny,
+    )

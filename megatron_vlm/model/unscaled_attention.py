@@ -1,0 +1,146 @@
+"""Attention of Gemma 4: heads of one size and number in layers with a window, and of others in
+layers without. Megatron's own takes both from the one config of a model, always makes a value, and
+has no norm of values.
+
+Shapes: S tokens (Megatron is sequence first), B rows, H width, N query heads, G key heads of this
+rank, D head size, F rotated pairs of a head, Q outputs of the first linear.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_vlm.family.gemma4.layer_kinds import UnscaledAttention
+from megatron_vlm.family.spec import Tokens
+from megatron_vlm.model.attention import CachedAttention, SDPACoreAttention
+from megatron_vlm.model.attention_kernels import as_added
+from megatron_vlm.model.decoder_layer import PassContext
+from megatron_vlm.model.fused_ops import FusedOps, Norm, rotate
+
+
+class UnscaledSelfAttention(MegatronModule):
+    """Projections, norms, rotary embedding, attention, and the norm of its output."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        sizes: UnscaledAttention,
+        pg_collection: Any,
+        chains: FusedOps,
+        kernels: Mapping[bool, str],
+        rotary_span: tuple[int, int],
+        tokens: Tokens,
+        **_: Any,
+    ):
+        """Create it with unset weights. `rotary_span` is where its cos and sin are among those of
+        all kinds of attention."""
+        super().__init__(config=config)
+        self.sizes, self.span, self.tokens, tp = sizes, rotary_span, tokens, pg_collection.tp
+        self.groups = sizes.kv_heads // tp.size()
+        outputs = sizes.query + (1 if sizes.values_are_keys else 2) * sizes.kv
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            outputs,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            tp_group=tp,
+        )
+        self.linear_proj = RowParallelLinear(
+            sizes.query,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=tp,
+        )
+        eps = config.layernorm_epsilon
+        # Megatron sums the gradients of parameters with these two names over TP.
+        self.q_layernorm = Norm(chains, sizes.head_dim, eps)
+        self.k_layernorm = Norm(chains, sizes.head_dim, eps)
+        self.post_norm = Norm(chains, config.hidden_size, eps)
+        core = partial(SDPACoreAttention, kernels=kernels)
+        self.core_attention = CachedAttention(
+            core, config, layer_number, softmax_scale=1.0, window=sizes.window
+        )
+        self.recompute = config.recompute_granularity == "selective"
+
+    def forward(
+        self, hidden_SBH: Tensor, attention_mask: None = None, *, rotary_pos_emb: Tensor, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Attend, with `rotary_pos_emb` [2, S, B, F of all kinds] as cos and sin of the
+        positions."""
+        mixed_SBQ, _bias = self.linear_qkv(hidden_SBH)
+        first, last = self.span
+        heads = self._heads(mixed_SBQ, *rotary_pos_emb[..., first:last])
+        attend, mask = self.core_attention, self._mask(hidden_SBH.dtype)
+        if self.recompute and self.training and torch.is_grad_enabled():
+            out_SBQ = checkpoint(attend, False, *heads, mask)
+        else:
+            out_SBQ = attend(*heads, mask)
+        out_SBH, _bias = self.linear_proj(out_SBQ)
+        return self.post_norm(out_SBH), None
+
+    def _heads(
+        self, mixed_SBQ: Tensor, cos_SBF: Tensor, sin_SBF: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values. Each group has its queries, its key and, unless the key
+        is the value too, its value."""
+        mixed_SBGXD = mixed_SBQ.unflatten(-1, (self.groups, -1, self.sizes.head_dim))
+        others = 1 if self.sizes.values_are_keys else 2
+        widths = [mixed_SBGXD.shape[-2] - others, *[1] * others]
+        query_SBGXD, *rest = mixed_SBGXD.split(widths, dim=-2)
+        key_SBGD, value_SBGD = rest[0].squeeze(-2), rest[-1].squeeze(-2)
+        value_SBGD = F.rms_norm(value_SBGD, value_SBGD.shape[-1:], None, self.q_layernorm.eps)
+        query_SBND = rotate(self.q_layernorm(query_SBGXD.flatten(-3, -2)), cos_SBF, sin_SBF)
+        return query_SBND, rotate(self.k_layernorm(key_SBGD), cos_SBF, sin_SBF), value_SBGD
+
+    def _mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask of this pass, or None where attention is causal or reads the cache. What
+        decides is known on the host, which does not wait for the device."""
+        context: PassContext | None = self.core_attention.context
+        assert context is not None
+        in_decode = context.cache is not None and not context.cache.in_prefill
+        window, sees_image = self.sizes.window, self.sizes.sees_image and context.has_visuals
+        if window is None or in_decode:
+            return None
+        if not needs_mask(context.ids_BS.shape[1], window, sees_image):
+            return None
+        key = (window, sees_image)
+        if key not in context.masks:
+            sees_B1SS = window_mask(context.ids_BS, self.tokens, window, sees_image)
+            context.masks[key] = as_added(sees_B1SS, dtype)
+        return context.masks[key]
+
+
+def needs_mask(tokens: int, window: int, sees_image: bool) -> bool:
+    """Return whether rows of this length need the mask of a window. Else attention is causal."""
+    return sees_image or tokens > window
+
+
+def window_mask(ids_BS: Tensor, tokens: Tokens, window: int, sees_image: bool) -> Tensor:
+    """Return which tokens [B, 1, S, S] a token sees: the last `window`, and the later ones of its
+    image. The images of a row never touch, since tokens of text are around each."""
+    keys_1S = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
+    queries_S1 = keys_1S.T
+    sees_BSS = (keys_1S <= queries_S1)[None]
+    if sees_image:
+        is_visual_BS = (ids_BS == tokens.image_id) | (ids_BS == tokens.video_id)
+        begins_BS = is_visual_BS & ~F.pad(is_visual_BS[:, :-1], (1, 0))
+        image_BS = begins_BS.cumsum(1)
+        same_BSS = image_BS[:, :, None] == image_BS[:, None]
+        sees_BSS = sees_BSS | (same_BSS & is_visual_BS[:, :, None] & is_visual_BS[:, None])
+    return (sees_BSS & (keys_1S > queries_S1 - window))[:, None]

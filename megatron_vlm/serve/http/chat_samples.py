@@ -1,0 +1,278 @@
+"""Samples for the routes of OpenAI's and Anthropic's clients: each request is one sampling request
+of the service, so that keys, limits, turns and engines hold for it, too."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fastapi import Request
+from pydantic import ValidationError
+
+from megatron_vlm.serve.http import schemas
+from megatron_vlm.serve.http.chat_prompt import ChatPrompts, ChatTexts, too_long
+from megatron_vlm.serve.http.context import AppContext, ResultWaiters, complaints, own_checkpoint
+from megatron_vlm.serve.http.responses import HttpError
+from megatron_vlm.serve.http.sampling_routes import (
+    can_be_sampled,
+    check_sample,
+    session_of_checkpoint,
+)
+from megatron_vlm.serve.journal.journal_records import (
+    SAMPLE,
+    Call,
+    Failure,
+    NamedCheckpoint,
+    SamplingSession,
+    sampler_id,
+)
+from megatron_vlm.serve.protocol.answers import read_samples
+from megatron_vlm.serve.protocol.payloads import RequestError, Samples
+
+SESSION = "chat routes"  # display name of the sessions
+IDLE_S = 3600.0  # a session ends after this time without a request
+POLL_S = 1.0  # how often the connection of a waiting client is checked
+_SamplerName: TypeAlias = tuple[str, str, Path | None]  # key, path and folder
+
+
+class ClientGoneError(HttpError):
+    """The client has closed its connection, so that nobody reads this."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has closed its connection")
+
+
+@dataclass(frozen=True)
+class SamplingFields:
+    """Fields of a request that decide its samples, named as in asample."""
+
+    num_samples: int = 1
+    max_tokens: int | None = None  # None: all that there is room for
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    stops: tuple[str, ...] = ()  # in addition to the tokens that end an answer
+    top_sample: int = 0
+    prompt_log_probs: bool = False
+    top_prompt: int = 0
+    json_schema: str | None = None
+    stream: bool = False
+
+
+@dataclass
+class _Sampler:
+    """A sampling session of the service's own, for one key and one model."""
+
+    id: str
+    session: str
+    used: float = field(default_factory=time.monotonic)
+    numbers: Any = field(default_factory=count)
+
+
+class SamplePieces:
+    """Tokens of streamed answers so far. The thread of the ranks or of the engine adds them. They
+    are known by the numbers of their requests, since an engine tells of a request that has no id
+    here yet."""
+
+    def __init__(self, waiters: ResultWaiters) -> None:
+        self._waiters, self._lock = waiters, threading.Lock()
+        self._of: dict[tuple[str, int], list[list[int]]] = {}
+
+    def expect(self, call: Call, answers: int) -> None:
+        """Keep the tokens of this request from now on."""
+        with self._lock:
+            self._of.setdefault((call.owner, call.seq), [[] for _ in range(answers)])
+
+    def add(self, call: Call, pieces: Sequence[Sequence[Any]]) -> None:
+        """Add to each answer what follows its first tokens, of which there is a number. A request
+        that is drawn again tells the same tokens again."""
+        with self._lock:
+            if (answers := self._of.get((call.owner, call.seq))) is None:
+                return
+            for answer, (start, ids) in zip(answers, pieces, strict=True):
+                answer[start:] = ids if start <= len(answer) else []
+        self._waiters.wake(call.request_id)
+
+    def of(self, call: Call) -> Sequence[Sequence[int]]:
+        """Return the tokens of each answer. They are no copies, and may grow."""
+        with self._lock:
+            return self._of.get((call.owner, call.seq), ())
+
+    def forget(self, call: Call) -> None:
+        """Drop the tokens of a request that has ended."""
+        with self._lock:
+            self._of.pop((call.owner, call.seq), None)
+
+
+class ChatSamples:
+    """The tokenizer, and the sampling sessions of all keys."""
+
+    def __init__(self, context: AppContext, texts: ChatTexts, longest: int) -> None:
+        """`longest`: maximum tokens of a prompt with its answer."""
+        self.context, self.texts, self.longest = context, texts, longest
+        self.pieces = SamplePieces(context.waiters)
+        self.prompts = ChatPrompts(texts, longest, context.limits.pictures)
+        self._samplers: dict[_SamplerName, _Sampler] = {}
+        self._making = asyncio.Lock()
+
+    async def begin(
+        self,
+        key: str,
+        model: str,
+        chunks: Sequence[Mapping[str, Any]],
+        length: int,
+        fields: SamplingFields,
+    ) -> Call:
+        """Queue the samples of a prompt of this length, and return the call with its id."""
+        room = self.longest - length
+        if room < 1 or (fields.max_tokens or 0) > room:
+            asked = f"the prompt has {length} tokens and max_tokens is {fields.max_tokens}"
+            raise too_long(self.longest, asked, "max_tokens")
+        sampler = await self._sampler(key, model)
+        ends = self.texts.ends if fields.stops else ()
+        body = {
+            "sampling_session_id": sampler.id,
+            "seq_id": next(sampler.numbers),
+            "prompt": {"chunks": list(chunks)},
+            "num_samples": fields.num_samples,
+            "sampling_params": {
+                "max_tokens": fields.max_tokens or min(room, self.context.limits.max_tokens),
+                "temperature": fields.temperature,
+                "top_p": fields.top_p,
+                "top_k": fields.top_k or -1,
+                "seed": fields.seed,
+                # The stops of an asample replace the tokens that end an answer.
+                "stop": [*fields.stops, *ends] or None,
+            },
+            "topk_sample_logprobs": fields.top_sample,
+            "prompt_logprobs": fields.prompt_log_probs,
+            "topk_prompt_logprobs": fields.top_prompt,
+            "stream_tokens": fields.stream,
+            "json_schema": fields.json_schema,
+        }
+        content = await asyncio.to_thread(self._content, body, len(ends))
+        call = Call(SAMPLE, sampler.id, body["seq_id"], key, content)
+        if fields.stream:
+            self.pieces.expect(call, fields.num_samples)
+        try:
+            request_id = await self.context.promise(call)
+        except BaseException:
+            self.pieces.forget(call)
+            raise
+        return replace(call, request_id=request_id, body=b"")
+
+    def _content(self, body: Mapping[str, Any], ends: int) -> bytes:
+        """Return the content of a call. The limit on stop strings is for those of the client, in
+        addition to the tokens that end an answer."""
+        content, limits = json.dumps(body).encode(), self.context.limits
+        try:
+            form = schemas.SampleForm.model_validate_json(content)
+        except ValidationError as error:
+            raise HttpError(400, complaints(error)) from error
+        check_sample(form, replace(limits, stop=limits.stop + ends), self.context.facts.vocabulary)
+        if len(content) > limits.sample_bytes:
+            size, limit = len(content), limits.sample_bytes
+            raise HttpError(413, f"the prompt has {size} bytes, and limit sample_bytes is {limit}")
+        return content
+
+    async def result(self, request: Request, call: Call) -> Samples:
+        """Return the samples once they are drawn, and drop them here."""
+        try:
+            async for samples in self.follow(request, call):
+                if isinstance(samples, Samples):
+                    return samples
+        finally:
+            await self.drop(call)
+        raise AssertionError("the iterator ends with the samples")
+
+    async def drop(self, call: Call) -> None:
+        """Drop a request that nobody reads any more, drawn or not."""
+        self.pieces.forget(call)
+        await self.context.write(self.context.journal.drop_sample, call.request_id, call.key)
+
+    async def follow(
+        self, request: Request, call: Call
+    ) -> AsyncIterator[Samples | Sequence[Sequence[int]]]:
+        """Yield the tokens of each answer so far, often, and at the end the samples. The caller
+        drops the request."""
+        waiters = self.context.waiters
+        while (result := await waiters.result(call.request_id, POLL_S)) is None:
+            if waiters.closed:
+                raise HttpError(503, "the server stops")
+            if await request.is_disconnected():
+                raise ClientGoneError
+            yield self.pieces.of(call)
+        if result.outcome is None:
+            raise HttpError(503, "the result is no longer kept")
+        if isinstance(result.outcome, Failure):
+            status = 400 if result.outcome.category == "user" else 500
+            raise HttpError(status, result.outcome.text)
+        yield read_samples(result.outcome.content)
+
+    async def _sampler(self, key: str, model: str) -> _Sampler:
+        """Return the sampling session of a model: the base model, or a checkpoint of this key."""
+        path = model.rpartition(";")[2]
+        checkpoint = self._checkpoint(key, model, path)
+        async with self._making:
+            await self._end_idle()
+            # Another checkpoint may have been saved under the same name.
+            name = key, path, None if checkpoint is None else checkpoint.folder
+            sampler = self._samplers.get(name)
+            if sampler is None or self.context.journal.sampler(sampler.id) is None:
+                sampler = self._samplers[name] = await self._make(key, path, checkpoint)
+        sampler.used = time.monotonic()
+        return sampler
+
+    def _checkpoint(self, key: str, model: str, path: str) -> NamedCheckpoint | None:
+        """Return the checkpoint that a model is, or None for the base model, or raise a 404."""
+        facts = self.context.facts
+        if path in facts.base_models:
+            return None
+        try:
+            if not path.startswith("tinker://"):
+                names = " or ".join(facts.base_models)
+                raise HttpError(
+                    404,
+                    f"there is no {model!r}: this server has {names}, and the "
+                    "checkpoints of your key as tinker://...",
+                )
+            checkpoint = own_checkpoint(self.context, key, path)
+        except HttpError as error:
+            raise HttpError(
+                404, f"model: {error.text}", param="model", code="model_not_found"
+            ) from error
+        if not can_be_sampled(self.context, checkpoint):
+            raise RequestError(
+                "was made to be downloaded",
+                key="model",
+                found=path,
+                remedy="name a checkpoint in weights or sampler_weights",
+            )
+        return checkpoint
+
+    async def _make(self, key: str, path: str, checkpoint: NamedCheckpoint | None) -> _Sampler:
+        context = self.context
+        session = await context.write(context.journal.create_session, key, {}, SESSION)
+        sampler = _Sampler(sampler_id(session, 0), session)
+        if checkpoint is None:
+            new = SamplingSession(sampler.id, session, None, path)
+        else:
+            new = session_of_checkpoint(context, sampler.id, session, checkpoint)
+        await context.write(context.journal.create_sampler, new)
+        return sampler
+
+    async def _end_idle(self) -> None:
+        """Finish the sessions without a request for an hour, so that their weights can leave."""
+        before = time.monotonic() - IDLE_S
+        for name, sampler in list(self._samplers.items()):
+            if sampler.used < before:
+                del self._samplers[name]
+                await self.context.write(
+                    self.context.journal.finish_session, sampler.session, "idle"
+                )

@@ -1,0 +1,195 @@
+"""Messages of OpenAI's and Anthropic's clients in the form of a record, with pictures as bytes.
+They name no files and no addresses, since the server would open them for anybody."""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from megatron_vlm.serve.protocol.payloads import RequestError
+
+Json: TypeAlias = dict[str, Any]
+_ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
+_CONTENT = "a text, or a list of parts"
+_URI = "data:image/png;base64,..."
+# Parts of Anthropic's messages, by role.
+_BLOCKS = {"user": ("text", "image", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+
+
+def read_messages(messages: Any, max_pictures: int) -> list[Json]:
+    """Read the messages of a chat completion. The last one is not an answer: nothing continues an
+    answer that has begun."""
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(key="messages", found=messages, allowed="a list of one message or more")
+    read = [_message(each, f"messages[{number}]") for number, each in enumerate(messages)]
+    if read[-1]["role"] == "assistant":
+        raise RequestError(
+            "is an answer, and this server does not continue one",
+            key=f"messages[{len(messages) - 1}]",
+            remedy="end with a message of the user or of a tool",
+        )
+    parts = [part for each in read if isinstance(each["content"], list) for part in each["content"]]
+    if (pictures := sum(part["type"] == "image" for part in parts)) > max_pictures:
+        raise RequestError(
+            f"has {pictures} pictures, and limit pictures is {max_pictures}", key="messages"
+        )
+    return read
+
+
+def text_length(value: Any) -> int:
+    """Return the characters of all texts in a value of JSON. Files of pictures do not count."""
+    length, values = 0, [value]
+    while values:
+        each = values.pop()
+        if isinstance(each, str):
+            length += len(each)
+        elif isinstance(each, Mapping):
+            values += [*each, *each.values()]
+        elif isinstance(each, list | tuple):
+            values += each
+    return length
+
+
+def _message(message: Any, where: str) -> Json:
+    message = _object(message, where)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(key=f"{where}.role", found=role, allowed=tuple(_ROLES))
+    content, calls = message.get("content"), message.get("tool_calls")
+    if content is None and not (role == "assistant" and calls):
+        raise RequestError("is missing", key=f"{where}.content", allowed=_CONTENT)
+    read: Json = {"role": _ROLES[role], "content": _content(content, f"{where}.content")}
+    if role == "assistant":
+        given = {
+            "tool_calls": calls,
+            "reasoning_content": message.get("reasoning_content") or message.get("reasoning"),
+        }
+        read |= {name: value for name, value in given.items() if value}
+    if role == "tool":  # some templates show which call it answers
+        given = {name: message.get(name) for name in ("name", "tool_call_id")}
+        read |= {name: value for name, value in given.items() if isinstance(value, str)}
+    return read
+
+
+def _content(content: Any, where: str) -> str | list[Json]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestError(key=where, found=content, allowed=_CONTENT)
+    return [_part(each, f"{where}[{number}]") for number, each in enumerate(content)]
+
+
+def _part(part: Any, where: str) -> Json:
+    part = _object(part, where)
+    kind = part.get("type")
+    if kind == "text":
+        return {"type": "text", "text": _text(part.get("text"), f"{where}.text")}
+    if kind == "image_url":
+        at, url = f"{where}.image_url", part.get("image_url")
+        if isinstance(url, Mapping):
+            at, url = f"{at}.url", url.get("url")
+        return {"type": "image", "image": _picture(url, at)}
+    raise RequestError(
+        ": parts of another type are not supported",
+        key=f"{where}.type",
+        found=kind,
+        allowed=("text", "image_url"),
+    )
+
+
+def _picture(uri: Any, where: str) -> bytes:
+    """Return the file in a data URI."""
+    if not isinstance(uri, str) or not uri.startswith("data:"):
+        raise RequestError(
+            ": this server opens no addresses and no files",
+            key=where,
+            found=uri if not isinstance(uri, str) or len(uri) <= 120 else uri[:100] + "...",
+            allowed=_URI,
+        )
+    head, comma, body = uri.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise RequestError(key=where, found=uri[:40], allowed=_URI)
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"is not base64 ({error})", key=where, allowed=_URI) from error
+
+
+def from_anthropic(system: Any, messages: Any) -> list[Json]:
+    """Return Anthropic's messages in OpenAI's form."""
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(key="messages", found=messages, allowed="a list of one message or more")
+    converted: list[Json] = []
+    if system:
+        converted.append({"role": "system", "content": system})
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        message = _object(message, where)
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or role not in _BLOCKS:
+            raise RequestError(key=f"{where}.role", found=role, allowed=tuple(_BLOCKS))
+        if isinstance(content, list):
+            converted += _blocks(role, content, f"{where}.content")
+        else:
+            converted.append({"role": role, "content": content})
+    return converted
+
+
+def _blocks(role: str, content: Sequence[Any], where: str) -> list[Json]:
+    """Return the messages of a list of blocks. Results of tools are messages of their own, and
+    come before what the user says."""
+    results: list[Json] = []
+    parts: list[Json] = []
+    calls: list[Json] = []
+    thoughts: list[str] = []
+    for number, block in enumerate(content):
+        at = f"{where}[{number}]"
+        kind = _object(block, at).get("type")
+        if kind not in _BLOCKS[role]:
+            raise RequestError(key=f"{at}.type", found=kind, allowed=_BLOCKS[role])
+        if kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            numbered = {"id": block["id"]} if isinstance(block.get("id"), str) else {}
+            calls.append({"type": "function", **numbered, "function": function})
+        elif kind == "thinking":
+            thoughts.append(_text(block.get("thinking"), f"{at}.thinking"))
+        elif kind == "tool_result":
+            said = block.get("content") or ""
+            if not isinstance(said, str | list):
+                raise RequestError(key=f"{at}.content", found=said, allowed=_CONTENT)
+            inner = said if isinstance(said, str) else [_block_part(b, at) for b in said]
+            called = {"tool_call_id": block.get("tool_use_id")}
+            results.append({"role": "tool", "content": inner, **called})
+        else:
+            parts.append(_block_part(block, at))
+    if not parts and not calls and not thoughts:
+        return results
+    answer = {"tool_calls": calls, "reasoning_content": "".join(thoughts)}
+    return [*results, {"role": role, "content": parts, **answer}]
+
+
+def _block_part(block: Any, where: str) -> Json:
+    if _object(block, where).get("type") != "image":
+        return dict(block)
+    source = _object(block.get("source"), f"{where}.source")
+    if source.get("type") != "base64":
+        raise RequestError(
+            ": this server opens no addresses and no files",
+            key=f"{where}.source.type",
+            found=source.get("type"),
+            allowed="base64",
+        )
+    uri = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": uri}
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RequestError(key=where, found=value, allowed="an object")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(key=where, found=value, allowed="a text")
+    return value

@@ -1,0 +1,504 @@
+# .venv/bin/python -m pytest tests/serve/test_chat_routes.py; for the real clients: make chat-env
+"""OpenAI's and Anthropic's routes of the service: prompts, log-probs and answers are those of
+Hugging Face's template, processor and model, and the real clients understand them."""
+
+import base64
+import itertools
+import json
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from megatron_vlm.family.qwen.chat import CHAT
+from megatron_vlm.serve.http.api_keys import add_key
+from megatron_vlm.serve.protocol.chat_answers import AnswerStream, cut_at_stop, read_answer
+from tests.support.batches import token_ids
+from tests.support.chats import hf_encode, hf_processor
+from tests.support.pool import free_port
+from tests.support.process_tree import ProcessTree
+from tests.support.reference import load_reference
+from tests.support.serve_client import Client, Running, served
+from tests.support.serve_requests import picture
+from tests.support.suites import full
+
+pytestmark = pytest.mark.alone  # it starts jobs and kills them
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-5  # log-probs in fp32. Measured worst: 1.4e-6
+
+
+def uri(width: int, height: int, seed: int, kind: str = "png") -> str:
+    data = picture(width, height, seed, kind).data
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def shown(width: int, height: int, seed: int, kind: str = "png") -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": uri(width, height, seed, kind)}}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "What?"}],
+    "a picture": [{"role": "user", "content": [text("What is "), shown(70, 45, 1), text("?")]}],
+    "two turns": [
+        {"role": "system", "content": "You see."},
+        {"role": "user", "content": [shown(60, 60, 2, "webp"), shown(90, 33, 3, "jpeg")]},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": [text("And "), shown(40, 80, 4, "gif")]},
+    ],
+    "a tool's picture": [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "a", "content": [text("seen: "), shown(50, 50, 5)]},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def path(tiny) -> str:
+    return tiny(vocab=509)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    return file, {name: add_key(name, file) for name in ("ann", "bob")}
+
+
+@pytest.fixture(scope="module")
+def running(
+    path: str,
+    keys: tuple[Path, dict[str, str]],
+    tmp_path_factory: pytest.TempPathFactory,
+    process_tree: ProcessTree,
+) -> Iterator[Running]:
+    words = f"serve.keys={keys[0]}", "serve.sampling_seconds=0.2"
+    folder = tmp_path_factory.mktemp("chats")
+    with served(path, folder, free_port(), *words, tree=process_tree) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def ann(running: Running, keys: tuple[Path, dict[str, str]]) -> Iterator[httpx.Client]:
+    headers = {"Authorization": f"Bearer {keys[1]['ann']}"}
+    with httpx.Client(base_url=running.url, headers=headers, timeout=100) as client:
+        yield client
+
+
+def answer(client: httpx.Client, model: str, messages: Any, **fields: Any) -> Any:
+    body = {"model": model, "messages": messages, **fields}
+    reply = client.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def for_transformers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return OpenAI's messages in the form of Qwen's templates, with pictures that Pillow opens in
+    the same way."""
+    changed = []
+    for each in messages:
+        parts = each["content"]
+        if isinstance(parts, list):
+            parts = [
+                part
+                if part["type"] == "text"
+                else {"type": "image", "image": part["image_url"]["url"]}
+                for part in parts
+            ]
+        calls = [
+            {**call, "function": {"name": call["function"]["name"], "arguments": {"x": 1}}}
+            for call in each.get("tool_calls", [])
+        ]
+        role = {"developer": "system"}.get(each["role"], each["role"])
+        said = {"role": role, "content": parts or ""}
+        changed.append(said | ({"tool_calls": calls} if calls else {}))
+    return changed
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_prompts_and_log_probs_are_those_of_transformers(ann, path: str, name: str) -> None:
+    tools = TOOLS if "tool" in name else None
+    fields = dict(temperature=0, max_tokens=12, logprobs=True, return_token_ids=True)
+    fields |= {"tools": tools} if tools else {}
+    reply = answer(ann, path, CHATS[name], **fields)
+    record = {"messages": for_transformers(CHATS[name]), "tools": tools}
+    processor = hf_processor(path)
+    inputs = hf_encode(processor, record, add_generation_prompt=True)
+    prompt = inputs["input_ids"][0].tolist()
+    assert reply["prompt_token_ids"] == prompt
+    [choice] = reply["choices"]
+    drawn, entries = choice["token_ids"], choice["logprobs"]["content"]
+    assert reply["usage"]["prompt_tokens"] == len(prompt)
+    assert reply["usage"]["completion_tokens"] == len(drawn)
+    ids = torch.tensor([prompt + drawn])
+    types = (ids == token_ids().image).int()
+    pictures = {key: inputs[key] for key in ("pixel_values", "image_grid_thw") if key in inputs}
+    model = load_reference(path)
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=types, **pictures).logits[0]
+    log_probs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    best = log_probs.clone()
+    best[:, [token_ids().image, token_ids().video]] = -torch.inf
+    assert best.argmax(-1).tolist() == drawn
+    expected = log_probs.gather(1, torch.tensor(drawn)[:, None])[:, 0]
+    ours = torch.tensor([entry["logprob"] for entry in entries])
+    assert (ours - expected[: len(ours)]).abs().max() < TOLERANCE
+    assert len(ours) == len(drawn) - (choice["finish_reason"] == "stop")
+    told = b"".join(bytes(entry["bytes"]) for entry in entries).decode(errors="replace")
+    special = set(processor.tokenizer.all_special_ids)
+    if not special & set(drawn[: len(ours)]):
+        assert told == choice["message"]["content"]
+
+
+def events_of(reply: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def test_a_stream_gives_the_same_answers_in_pieces(ann, path: str) -> None:
+    fields = dict(temperature=1, seed=7, n=2, max_tokens=100, stop="zq")
+    whole = answer(ann, path, CHATS["two turns"], **fields)
+    body = {"model": path, "messages": CHATS["two turns"], "stream": True, **fields}
+    body["stream_options"] = {"include_usage": True}
+    reply = ann.post("/v1/chat/completions", json=body)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.text.endswith("data: [DONE]\n\n")
+    events = events_of(reply)
+    assert len({(each["id"], each["created"]) for each in events}) == 1
+    texts, pieces, reasons = ["", ""], [0, 0], {}
+    for choice in itertools.chain(*(each["choices"] for each in events)):
+        piece = choice["delta"].get("content") or ""
+        texts[choice["index"]] += piece
+        pieces[choice["index"]] += bool(piece)
+        reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+    assert min(pieces) > 1
+    assert list(reasons.values()) == [choice["finish_reason"] for choice in whole["choices"]]
+    assert events[-1]["usage"] == whole["usage"]
+
+
+@pytest.mark.parametrize("layout", [full("parallel.tp=2"), full("parallel.pp=2")])
+def test_layouts_answer_alike(
+    path: str, layout: str, tmp_path: Path, process_tree: ProcessTree
+) -> None:
+    with (
+        served(path, tmp_path / "run", free_port(), layout, tree=process_tree) as service,
+        httpx.Client(base_url=service.url, timeout=100) as client,
+    ):
+        test_prompts_and_log_probs_are_those_of_transformers(client, path, "two turns")
+        test_a_stream_gives_the_same_answers_in_pieces(client, path)
+
+
+def test_completions_score_their_prompts(ann, path: str) -> None:
+    prompt = [5, 6, 7, 300, 8]
+    body = dict(model=path, prompt=[prompt, [9, 9]], max_tokens=1, echo=True, logprobs=1)
+    reply = ann.post("/v1/completions", json={**body, "temperature": 0, "seed": 1}).json()
+    first, second = (choice["logprobs"] for choice in reply["choices"])
+    assert first["token_logprobs"][0] is None and first["top_logprobs"][0] is None
+    model = load_reference(path)
+    with torch.no_grad():
+        log_probs = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+    expected = log_probs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    ours = torch.tensor(first["token_logprobs"][1 : len(prompt)])
+    assert (ours - expected).abs().max() < TOLERANCE
+    likeliest = [max(each.values()) for each in first["top_logprobs"][1 : len(prompt)]]
+    assert (torch.tensor(likeliest) - log_probs[:-1].max(-1).values).abs().max() < TOLERANCE
+    assert len(second["token_logprobs"]) == 3
+    assert first["text_offset"] == [
+        sum(map(len, first["tokens"][:place])) for place in range(len(first["tokens"]))
+    ]
+    scored = ann.post("/v1/completions", json={**body, "prompt": prompt, "max_tokens": 0}).json()
+    assert scored["choices"][0]["logprobs"]["tokens"] == first["tokens"][:-1]
+    ended = {**body, "prompt": prompt, "temperature": 0, "stop": first["tokens"][-1]}
+    [choice] = ann.post("/v1/completions", json=ended).json()["choices"]
+    assert choice["finish_reason"] == "stop" and choice["logprobs"]["tokens"] == first["tokens"]
+
+
+def test_a_snapshot_answers_while_its_model_trains(
+    running: Running, ann, path: str, keys: tuple[Path, dict[str, str]]
+) -> None:
+    with Client(running.url, path, key=keys[1]["ann"]) as client:
+        model = client.model(rank=4, seed=3)
+
+        def step() -> None:
+            inputs = {"target_tokens": [3, 4, 5, 6], "weights": [1.0] * 4}
+            model.ask_gradients([([[2, 3, 4, 5]], inputs)])
+            model.step(learning_rate=0.1)
+
+        step()
+        saved = client.do(
+            "save_weights_for_sampler", model_id=model.id, seq_id=next(model.seq), path="one"
+        )["path"]
+        ask = dict(temperature=0, max_tokens=4, logprobs=True)
+        before = answer(ann, saved, CHATS["text"], **ask)["choices"]
+        step()
+        named = f"{path};{saved}"
+        assert answer(ann, named, CHATS["text"], **ask)["choices"] == before
+        assert answer(ann, path, CHATS["text"], **ask)["choices"] != before
+        listed = {each["id"] for each in ann.get("/v1/models").json()["data"]}
+        assert {path, saved} <= listed
+        assert ann.get(f"/v1/models/{saved}").json()["id"] == saved
+        other = {"Authorization": "", "X-API-Key": keys[1]["bob"]}
+        body = {"model": saved, "messages": CHATS["text"]}
+        refused = ann.post("/v1/chat/completions", json=body, headers=other)
+        assert refused.status_code == 404
+        assert refused.json()["error"]["code"] == "model_not_found"
+
+
+def said(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+BROKEN = base64.b64encode(b"no picture").decode()
+REFUSALS: dict[str, tuple[dict[str, Any], str | None, str]] = {
+    "no messages": ({"messages": []}, "messages", "a list of one message or more"),
+    "role": ({"messages": [{"role": "narrator", "content": "a"}]}, "messages[0].role", "narrator"),
+    "answer": ({"messages": [{"role": "assistant", "content": "a"}]}, "messages[0]", "an answer"),
+    "address": (
+        {"messages": [said({"type": "image_url", "image_url": "http://a"})]},
+        "messages[0].content[0].image_url",
+        "opens no addresses",
+    ),
+    "file": (
+        {"messages": [said({"type": "image_url", "image_url": "/etc/passwd"})]},
+        "messages[0].content[0].image_url",
+        "opens no addresses",
+    ),
+    "base64": (
+        {"messages": [said({"type": "image_url", "image_url": "data:image/png;base64,%%"})]},
+        "messages[0].content[0].image_url",
+        "is not base64",
+    ),
+    "picture": (
+        {"messages": [said({"type": "image_url", "image_url": f"data:;base64,{BROKEN}"})]},
+        None,
+        "is not an image that can be opened",
+    ),
+    "video": (
+        {"messages": [said({"type": "video_url", "video_url": "data:"})]},
+        "messages[0].content[0].type",
+        "video_url",
+    ),
+    "bias": ({"logit_bias": {"5": 1}}, "logit_bias", "is not supported"),
+    "format": ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    "choice": ({"tool_choice": "required"}, "tool_choice", "cannot be enforced"),
+    "tops": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    "room": ({"max_tokens": 10**7}, "max_tokens", "10000000"),
+    "n": ({"n": 10**6}, "num_samples", "limit num_samples"),
+    "variable": ({"chat_template_kwargs": {"colour": 1}}, None, "does not read it"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_mistake_is_named(ann, path: str, name: str) -> None:
+    fields, param, words = REFUSALS[name]
+    body = {"model": path, "messages": CHATS["text"], **fields}
+    reply = ann.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error" and words in error["message"], error
+    if param is not None:
+        assert error["param"] == param
+    assert ("context_length" in (error["code"] or "")) == (name == "room")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_frees_the_rows(ann, path: str, stream: bool) -> None:
+    """Their answers would take minutes, and leave the rows soon after. Each call is done once."""
+    failed = 'calls_done_total{kind="asample",outcome="failed"'
+    before = figure(ann, failed)
+    # The most likely tokens repeat themselves without an end.
+    body = {"model": path, "messages": CHATS["a picture"], "max_tokens": 20_000, "stream": stream}
+    body["temperature"] = 0
+    for _ in range(2):
+        with pytest.raises(httpx.ReadTimeout):
+            if not stream:
+                ann.post("/v1/chat/completions", json=body, timeout=0.5)
+            with ann.stream("POST", "/v1/chat/completions", json=body, timeout=100) as reply:
+                for line in reply.iter_lines():
+                    if '"content":' in line and '"content":""' not in line:
+                        raise httpx.ReadTimeout("read enough")
+    while under_way(ann) or figure(ann, failed) < before + 2:
+        time.sleep(0.05)
+    assert answer(ann, path, CHATS["text"], max_tokens=2)["usage"]["completion_tokens"] <= 2
+    accepted, done = (figure(ann, f'calls_{name}_total{{kind="asample"') for name in WHEN)
+    assert accepted == done
+
+
+WHEN = ("accepted", "done")
+
+
+def under_way(client: httpx.Client) -> int:
+    return figure(client, "samples_under_way ")
+
+
+def figure(client: httpx.Client, name: str) -> int:
+    """Return a figure of the metrics, over all of its labels."""
+    lines = client.get("/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith(f"megatron_vlm_{name}")]
+    assert found or "{" in name  # a label that was not met yet
+    return int(sum(float(line.split(" ")[-1]) for line in found))
+
+
+THINKING = "<think>\nHm, 3 < 4.\n</think>\n\nFour."
+XML = (
+    "<tool_call>\n<function=look>\n<parameter=x>\n3\n</parameter>\n"
+    "<parameter=name>\n7\n</parameter>\n</function>\n</tool_call>"
+)
+
+
+def called(arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+
+
+TYPED = [{"function": {"name": "look", "parameters": {"properties": {"name": {"type": "string"}}}}}]
+ANSWERS = {
+    "text": ("Four.", False, None, ("Four.", None, [])),
+    "thoughts": (THINKING, False, None, ("Four.", "Hm, 3 < 4.", [])),
+    "opened": ("Hm.\n</think>\n\nFour.", True, None, ("Four.", "Hm.", [])),
+    "cut in thoughts": ("Hm, 3 <", True, None, ("", "Hm, 3 <", [])),
+    "json": (
+        'So:\n<tool_call>\n{"name": "look", "arguments": {"x": 3}}\n</tool_call>',
+        False,
+        TYPED,
+        ("So:", None, [("look", {"x": 3})]),
+    ),
+    "xml": (XML, False, TYPED, ("", None, [("look", {"x": 3, "name": "7"})])),
+    "two calls": (
+        XML + "\n" + XML,
+        False,
+        TYPED,
+        ("", None, [("look", {"x": 3, "name": "7"})] * 2),
+    ),
+    "no call": (
+        "<tool_call>\n{x}\n</tool_call>",
+        False,
+        TYPED,
+        ("<tool_call>\n{x}\n</tool_call>", None, []),
+    ),
+    "no tools": (XML, False, None, (XML, None, [])),
+    "space before a call": (
+        "\nSo: " + XML,
+        False,
+        TYPED,
+        ("\nSo:", None, [("look", {"x": 3, "name": "7"})]),
+    ),
+    **{
+        name: (block, False, TYPED, (block, None, []))
+        for name, block in {
+            "a second call that is cut": XML + "\n<tool_call>\n<function=look>",
+            "a parameter that is not closed": XML.replace("</parameter>\n</", "</"),
+            "text beside parameters": XML.replace("<parameter=x>", "so <parameter=x>"),
+            "no number of JSON": called('{"x": NaN}'),
+            "a number out of range": called('{"x": 1e999}'),
+            "half of a character": called('{"x": "\\ud800"}'),
+            "too deep": called('{"x": ' + "[" * 10_000 + "]" * 10_000 + "}"),
+            "no arguments": called("[3]"),
+            "no name": called("{}").replace("look", ""),
+        }.items()
+    },
+    "characters": ("äöü 你好 🙂 end", False, None, ("äöü 你好 🙂 end", None, [])),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_has_parts_and_grows_without_taking_back(name: str) -> None:
+    whole, is_thinking, tools, (content, thoughts, calls) = ANSWERS[name]
+    read = read_answer(CHAT, whole, is_thinking, tools)
+    assert (read.content, read.thoughts) == (content, thoughts)
+    assert [(call.name, call.arguments) for call in read.calls] == calls
+    choose, raw = random.Random(0), whole.encode()
+    for _ in range(20):
+        places = sorted(choose.sample(range(len(raw)), min(6, len(raw) - 1)))
+        stream, told = AnswerStream(CHAT, is_thinking, tools, ["zq"]), ("", "")
+        parts = [stream.advance(raw[:place].decode(errors="replace")) for place in places]
+        for part in [*parts, stream.end(read)]:
+            assert "\ufffd" not in "".join(part)
+            told = told[0] + part[0], told[1] + part[1]
+        assert told == (thoughts or "", content)
+
+
+def test_a_stop_string_never_shows() -> None:
+    stops, whole, told = ["zqa", "b b"], "az zq b bzqa", ""
+    stream = AnswerStream(CHAT, False, None, stops)
+    for place in range(len(whole) + 1):
+        told += stream.advance(whole[:place])[1]
+        assert "az zq ".startswith(told)
+    text, stop = cut_at_stop(whole, stops)
+    assert (text, stop) == ("az zq ", "b b")
+    assert told + stream.end(read_answer(CHAT, text, False, None))[1] == text
+
+
+@pytest.mark.slow
+@pytest.mark.engine("chat")
+def test_the_real_clients_understand_it(
+    running: Running, ann, path: str, keys: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps(CHATS["two turns"]))
+    words = [running.url, path, str(file), keys[1]["ann"]]
+    done = subprocess.run(
+        [ROOT / ".venv-chat" / "bin" / "python", "tests/support/chat_clients/clients.py", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout)
+    fields = dict(temperature=0, max_tokens=24, logprobs=True, top_logprobs=2)
+    own = answer(ann, path, CHATS["two turns"], **fields)
+    [choice], usage = own["choices"], own["usage"]
+    said, counts = (
+        choice["message"]["content"],
+        [usage["prompt_tokens"], usage["completion_tokens"]],
+    )
+    seen = got["openai"]
+    assert path in seen["models"] and seen["one"] == path
+    assert seen["text"] == seen["streamed"] == said
+    entries = choice["logprobs"]["content"]
+    # Other requests of the same pass change the last digits.
+    expected = [each["logprob"] for each in entries]
+    assert seen["log_probs"] == pytest.approx(expected, abs=TOLERANCE)
+    assert seen["bytes"] == [each["bytes"] for each in entries]
+    assert set(seen["tops"]) == {2}
+    assert seen["usage"] == seen["stream_usage"] == counts
+    assert seen["ends"] == choice["finish_reason"]
+    assert seen["two"] == seen["again"] and len(set(seen["two"])) == 2
+    assert seen["scored"][0] is None and len(seen["scored"]) == 5
+    assert seen["errors"] == {
+        "model": ["NotFoundError", "not_found_error"],
+        "field": ["BadRequestError", "invalid_request_error"],
+        "room": ["BadRequestError", "invalid_request_error"],
+        "range": ["BadRequestError", "invalid_request_error"],
+        "key": ["AuthenticationError", "authentication_error"],
+    }
+    seen = got["anthropic"]
+    assert seen["text"] == seen["streamed"] == said
+    assert seen["usage"] == counts and seen["count"] == counts[0]
+    assert seen["reason"] == {"length": "max_tokens", "stop": "end_turn"}[choice["finish_reason"]]
+    assert seen["kinds"][0] == "message_start" and seen["kinds"][-1] == "message_stop"
+    assert seen["errors"] == {
+        "model": ["NotFoundError", "not_found_error"],
+        "address": ["BadRequestError", "invalid_request_error"],
+    }
+    assert got["langchain"]["text"] == got["langchain"]["streamed"] == said
