@@ -25,6 +25,7 @@ from tests.support.serve_client import (
     Client,
     FailedError,
     Model,
+    Running,
     log_probs_of,
     read_output,
     served,
@@ -142,16 +143,17 @@ RANKS = (2, 0, 3, 4)
 SETTINGS = ("parallel.pp=2", "train.micro_batch_size=2", "serve.loaded={adapters: 3}")
 
 
-def in_turns(models: list[Model], path: str, step: int) -> list[Any]:
+def in_turns(running: Running, models: list[Model], path: str, step: int) -> list[Any]:
     return [read_output(model.client.result(ask(model, path, step))) for model in models]
 
 
-def at_once(models: list[Model], path: str, step: int) -> list[Any]:
-    """Send a call per model while the service does one that fills the pipeline; return results."""
-    data = data_of(path, 9) * 20
-    long = models[0].ask_gradients(data)
-    promises = [ask(model, path, step) for model in models]
-    read_output(models[0].client.result(long))
+def at_once(running: Running, models: list[Model], path: str, step: int) -> list[Any]:
+    """Send a call per model while the first pass waits for the last stage; return results.
+
+    That pass may be the first call's alone. The others are all pending when it ends.
+    """
+    with running.paused(rank=1):
+        promises = [ask(model, path, step) for model in models]
     return [read_output(m.client.result(each)) for m, each in zip(models, promises, strict=True)]
 
 
@@ -174,18 +176,13 @@ def ask(model: Model, path: str, step: int) -> str:
     return model.ask_gradients(samples, "importance_sampling")
 
 
-def lives(running: Any, path: str, asking: Any) -> list[Any]:
-    """Take steps with several models and return the results.
-
-    The first model's gradients include those of the long call.
-    """
+def lives(running: Running, path: str, asking: Any) -> list[Any]:
+    """Take steps with several models and return the results."""
     with Client(running.url, path) as client:
         models = [client.model(rank, seed=rank) for rank in RANKS]
         results = []
         for step in range(3):
-            if asking is in_turns:
-                models[0].gradients(data_of(path, 9) * 20)
-            for metrics, arrays in asking(models, path, step):
+            for metrics, arrays in asking(running, models, path, step):
                 results.append((metrics, [np.array(each).tolist() for each in arrays]))
             results += [model.step(**STEPS[step]) for model in models]
         return results

@@ -42,6 +42,21 @@ class Running:
         self.process.send_signal(number)
         return self.process.wait(60)
 
+    @contextmanager
+    def paused(self, rank: int) -> Any:
+        """Stop a process of the service meanwhile. A pass waits for it, and calls are accepted.
+
+        The processes that it has started come after it.
+        """
+        mine = f"RANK={rank}".encode()
+        environments = {pid: Path(f"/proc/{pid}/environ") for pid in descendants(self.process.pid)}
+        pid, *_ = [p for p, path in environments.items() if mine in path.read_bytes().split(b"\0")]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """Kill all of its processes at once, as a failing machine does."""
         for pid in [*descendants(self.process.pid), self.process.pid]:
