@@ -216,18 +216,19 @@ VLLM := tests/support/vllm_engine
 	touch $@
 
 # Transformer Engine, for tests/model/test_transformer_engine.py, installed as docs/install.md does it. It
-# takes 6 GB and needs no GPU. Its extension for torch compiles for half an hour and needs nvcc;
-# MAX_JOBS limits the processes. EXTENSION=empty puts an empty one in its place, which these tests
-# do not call.
+# takes 6 GB, and needs neither a GPU nor a CUDA toolkit. Its extension for torch compiles for half
+# an hour; MAX_JOBS limits the processes, and FORCE_BUILD asks no site for a compiled one.
+# EXTENSION=empty puts an empty one in its place, which has no signatures to test.
 te-env: .venv-te/ready
 
 .venv-te/ready: requirements/cuda13.txt tests/support/te_empty_extension.c
 	rm -rf .venv-te
 	python=$$(scripts/find_python.sh 3.12) && "$$python" -m venv .venv-te
-	$(call install,.venv-te) --constraint requirements/cuda13.txt torch setuptools wheel ninja pybind11
+	$(call install,.venv-te) --constraint requirements/cuda13.txt torch setuptools wheel ninja pybind11 'cuda-toolkit[cccl,nvcc]'
 	grep -v '^$(if $(filter empty,$(EXTENSION)),transformer-engine-torch,-)==' requirements/cuda13.txt > .venv-te/lock.txt
-	export PATH="$(CURDIR)/.venv-te/bin:$$PATH" CUDA_HOME="$${CUDA_HOME:-/usr/local/cuda}" && \
-	  export CPATH="$$(printf '%s:' $(CURDIR)/.venv-te/lib/python3.12/site-packages/nvidia/*/include)" && \
+	nvidia="$(CURDIR)/.venv-te/lib/python3.12/site-packages/nvidia" && export CUDA_HOME="$$nvidia/cu13" && \
+	  export PATH="$(CURDIR)/.venv-te/bin:$$PATH" CPATH="$$(printf '%s:' "$$nvidia"/*/include)" && \
+	  export NVTE_PYTORCH_FORCE_BUILD=TRUE && \
 	  $(call install,.venv-te) --no-deps --no-build-isolation --requirement .venv-te/lock.txt
 	test '$(EXTENSION)' != empty || cc -shared -fPIC \
 	  -I"$$(.venv-te/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')" \
