@@ -94,7 +94,8 @@ def _transformer_engine(weight_eOI: Tensor) -> tuple[Times, list[Tensor]]:
     from transformer_engine.pytorch import GroupedLinear
 
     experts, outputs, inputs = weight_eOI.shape
-    layer = GroupedLinear(experts, inputs, outputs, bias=False, params_dtype=weight_eOI.dtype)
+    like = {"params_dtype": weight_eOI.dtype, "device": weight_eOI.device}
+    layer = GroupedLinear(experts, inputs, outputs, bias=False, **like)
     weights = [getattr(layer, f"weight{number}") for number in range(experts)]
     with torch.no_grad():
         for weight, values in zip(weights, weight_eOI, strict=True):

@@ -1,24 +1,24 @@
-# In .venv-te (make te-env): .venv-te/bin/python -m tests.support.te_worker CHECKPOINT FOLDER
+# In .venv-te (make te-env): .venv-te/bin/python -m tests.support.te_worker CHECKPOINT TP FOLDER
 """A worker with model.backend=te on the CPU: it samples, trains, saves, resumes and exports.
 
-Everything is Megatron-Core's and Transformer Engine's own but the arithmetic: the kernels of its
-four layers and of its AdamW, which only a GPU can run, are replaced by torch's operations. So this
-shows that weights are in the right places, and that calls reach the layers as these expect them. It
-shows nothing about the kernels. test_transformer_engine.py reads the results.
+Everything is Megatron-Core's and Transformer Engine's own but the arithmetic: the functions of its
+extension, which only a GPU can run, are replaced by torch's operations (te_kernels.py). So this
+shows that weights are in the right places, and that the extension would take the arguments of every
+call. It shows nothing about the kernels. test_transformer_engine.py reads the results.
 """
 
 import json
+import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformer_engine.pytorch as te
-import transformer_engine_torch
-from torch import Tensor
+from gpu import kernels
 
 from megatron_vlm.checkpoint.save_load import load, save
 from megatron_vlm.data.tokens.completions import SamplingSettings
@@ -29,12 +29,13 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import errors
 from tests.support.batches import MIXED, make_rows
 from tests.support.reference import run_reference
-from tests.support.runs import Case, loss_and_grads
+from tests.support.runs import Case, loss_and_grads, outcome_of
+from tests.support.te_kernels import KERNELS, use_torch_arithmetic
 from tests.support.te_stages import pretend_to_have_gpu
 
-CASE = Case(
+BASE = Case(
     model={"backend": "te", "compile": False},
-    parallel={"tp": 1, "pp": 1},
+    parallel={"pp": 1},
     train={"precision": "fp32"},
     optim={"lr": 1e-3},
 )
@@ -42,75 +43,58 @@ RECOMPUTE = ("none", "selective", "full")
 TOKENS = 8  # of an answer
 
 
-def use_torch_arithmetic() -> None:
-    """Replace the kernels by torch's operations. The signatures are those of the calls in
-    Megatron-Core."""
-
-    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-    def norm_linear(layer: Any, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        return F.linear(norm(x, layer.layer_norm_weight, layer.eps), layer.weight)
-
-    def attend(
-        layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, attn_mask_type: str
-    ) -> Tensor:
-        assert (mask, attn_mask_type, layer.qkv_format) == (None, "causal", "sbhd")
-        parts = [each.permute(1, 2, 0, 3) for each in (query, key, value)]
-        out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-    engine: Any = te
-    engine.LayerNormLinear.forward = norm_linear
-    engine.Linear.forward = lambda layer, x, is_first_microbatch: F.linear(x, layer.weight)
-    engine.RMSNorm.forward = lambda layer, x: norm(x, layer.weight, layer.eps)
-    engine.DotProductAttention.forward = attend
-    transformer_engine_torch.multi_tensor_adam = step_of_adam
+def grouped_errors() -> list[float]:
+    """Return the errors of the product of experts that `make gpu` times, and of its gradients."""
+    torch.manual_seed(0)
+    weight_eOI, x_MI, slope_MO = torch.randn(3, 16, 32), torch.randn(24, 32), torch.randn(24, 16)
+    found, exact = (
+        kernels._results(*program(weight_eOI), x_MI, [8, 0, 16], slope_MO)
+        for program in (kernels._transformer_engine, kernels._own(kernels.times_in_turn))
+    )
+    pairs = zip(found, exact, strict=True)
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
 
 
-def step_of_adam(
-    _chunk: int,
-    _overflow: Tensor,
-    tensors: list[list[Tensor]],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    is_decoupled: int,
-    corrects_bias: int,
-    weight_decay: float,
-) -> None:
-    assert is_decoupled == corrects_bias == 1
-    for grad, weight, mean, square in zip(*tensors, strict=True):
-        mean.lerp_(grad, 1 - beta1)
-        square.lerp_(grad * grad, 1 - beta2)
-        scale = (square / (1 - beta2**step)).sqrt() + eps
-        weight.sub_(lr * (mean / (1 - beta1**step) / scale + weight_decay * weight))
-
-
-def main() -> None:
-    checkpoint, folder = sys.argv[1], Path(sys.argv[2])
-    install_cpu_stand_in()
-    pretend_to_have_gpu(torch.device("cpu"))
-    use_torch_arithmetic()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def start(world: int, folder: Path) -> int:
+    """Become one of the ranks, which are processes of the CPU, and return its number."""
+    rank = int(world == 2 and os.fork() == 0)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     platform = Platform("cuda", torch.device("cpu"), "gloo", torch.float32)
     patched: Any = worker_module
     patched.pick_platform = lambda name: platform
+    return rank
+
+
+def main() -> None:
+    checkpoint, tp, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    base = replace(BASE, world=tp, parallel={**BASE.parallel, "tp": tp})
+    install_cpu_stand_in()
+    pretend_to_have_gpu(torch.device("cpu"))
+    signatures = use_torch_arithmetic()
+    rank = start(tp, folder)
     rows = make_rows(MIXED)
 
-    worker = MegatronWorker(CASE.config(checkpoint))
+    worker = MegatronWorker(base.config(checkpoint))
     optimizers = {type(each.optimizer) for each in worker.optimizer.chained_optimizers}
     assert optimizers == {te.optimizers.FusedAdam}, optimizers
     answers = worker.sample(rows, SamplingSettings(TOKENS, temperature=0))
-    results: dict[str, Any] = {"answers": [each.ids for (each,) in answers]}
+    results: dict[str, Any] = {"answers": [each.ids for (each,) in answers], "errors": {}}
     expected = run_reference(checkpoint, rows)
     for recompute in RECOMPUTE:
-        case = replace(CASE, model={**CASE.model, "recompute": recompute})
+        case = replace(base, model={**base.model, "recompute": recompute})
         outcome = loss_and_grads(checkpoint, case, rows)
-        for name, error in errors([outcome], expected, case).items():
-            results.setdefault("errors", {})[f"{recompute}: {name}"] = error
+        found = errors([outcome], expected, case) if rank == 0 else {}
+        results["errors"] |= {f"{recompute}: {name}": error for name, error in found.items()}
+    case = replace(base, train={"precision": "bf16"})
+    rounding = MegatronWorker(case.config(checkpoint))
+    outcome = outcome_of(rounding, rows)
+    if rank == 0:
+        results["bf16 errors"] = errors([outcome], expected, case)
+    rounding.optim_step()
+    rounding.sample(rows, SamplingSettings(TOKENS, temperature=0))
+    results["grouped errors"] = grouped_errors()
 
     worker.forward_backward(rows)
     worker.optim_step()
@@ -118,13 +102,13 @@ def main() -> None:
     worker.forward_backward(rows)
     worker.optim_step()
     worker.export_hf(str(folder / "straight"))
-    resumed = MegatronWorker(CASE.config(checkpoint))
+    resumed = MegatronWorker(base.config(checkpoint))
     load(resumed, folder / "step")
     resumed.forward_backward(rows)
     resumed.optim_step()
     resumed.export_hf(str(folder / "resumed"))
 
-    frozen = replace(CASE, model={**CASE.model, "freeze_language": True}).config(checkpoint)
+    frozen = replace(base, model={**base.model, "freeze_language": True}).config(checkpoint)
     other = MegatronWorker(frozen, training=False, base=worker)
     params = {entry.our_name: param for entry, param in worker.held.items()}
     results["not shared"] = [
@@ -132,7 +116,9 @@ def main() -> None:
         for entry, param in other.held.items()
         if entry.is_frozen(frozen) and param.data_ptr() != params[entry.our_name].data_ptr()
     ]
-    print(json.dumps(results))
+    results["never called"] = sorted(KERNELS.keys() - signatures.asked.keys())
+    if rank == 0:
+        print(json.dumps(results | asdict(signatures) | {"megatron": megatron.core.__version__}))
 
 
 if __name__ == "__main__":
