@@ -70,6 +70,7 @@ SENTENCES = {
     "actor_rollout_ref.rollout.val_kwargs.temperature": "eval.generate=true asks for a greedy",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.devices lists the GPUs",
     "actor_rollout_ref.rollout.top_k": "as -1 does there",
+    "model.fp8_recipe": "it has not run on a GPU",
     "galore_anything": "few weights are trained by adapters",
 }
 # Values that people write for these keys in other trainers. All other keys take a whole number.

@@ -115,7 +115,7 @@ MODEL_NAMES = {
     "them": "tokenizer tokenizer_type processor_type pad_token",
     "data.add_tokens lists texts that become tokens, special or not; new rows of the embedding "
     "begin as a mean of the others": "new_special_tokens tokens",
-    "fp8 is not trained; train.precision is auto, bf16 or fp32": "fp8*",
+    "fp8 is not trained: it has not run on a GPU; train.precision is auto, bf16 or fp32": "fp8*",
     # Data and templates.
     "data.train and data.eval are files, globs, or names of Hugging Face data sets; "
     "data.train=FOLDER/dataset_info.json:NAME is a set that LLaMA-Factory's file describes": (
