@@ -216,7 +216,7 @@ VLLM := tests/support/vllm_engine
 	touch $@
 
 # Transformer Engine, for tests/model/test_transformer_engine.py, installed as docs/install.md does it. It
-# takes 6 GB, and needs neither a GPU nor a CUDA toolkit. Its extension for torch compiles for half
+# takes 7 GB, and needs neither a GPU nor a CUDA toolkit. Its extension for torch compiles for half
 # an hour; MAX_JOBS limits the processes, and FORCE_BUILD asks no site for a compiled one.
 # EXTENSION=empty puts an empty one in its place, which has no signatures to test.
 te-env: .venv-te/ready

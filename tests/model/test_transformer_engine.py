@@ -29,7 +29,7 @@ from tests.support.runs import Case
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-te" / "bin" / "python"
 pytestmark = [
-    pytest.mark.slow,  # an environment of 6 GB
+    pytest.mark.slow,  # an environment of 7 GB
     pytest.mark.engine("te"),
 ]
 # Relative, as in test_parity.py. Measured worst case: 1.4e-6.
