@@ -72,6 +72,7 @@ def muon(case: Case, **optim: object) -> Case:
 
 # Its A_log and the norms of gated delta nets are F32 beside BF16.
 QWEN3_5 = dict(family="qwen3_5", dtype="bfloat16", vision_depth=1)
+GEMMA4 = dict(family="gemma4", layers=2, vision_depth=1)
 GEMMA4_EXPERTS = dict(family="gemma4", dtype="bfloat16", experts=4, vision_depth=1)
 
 CASES = {
@@ -92,6 +93,8 @@ CASES = {
     "gemma4-experts-ep2-bf16": (bf16(layout(dp=2, ep=2)), GEMMA4_EXPERTS),
     "tp2-dp2-bf16-moments": (moments("bf16", bf16(layout(tp=2, dp=2))), {}),
     "pp2-dp2-tied-int8-moments": (moments("int8", bf16(layout(pp=2, dp=2))), {"tied": True}),
+    "gemma4-pp2-dp2-int8-moments": (moments("int8", layout(pp=2, dp=2)), GEMMA4),
+    "gemma4-ep2-bf16-moments": (moments("bf16", bf16(layout(dp=2, ep=2))), GEMMA4_EXPERTS),
     "dp2-plain-int8-moments": (moments("int8", layout(dp=2, distributed_optimizer=False)), {}),
     "tp2-dp2-bf16-muon": (muon(bf16(layout(tp=2, dp=2))), {}),
     "ep2-muon-int8": (muon(layout(dp=2, ep=2), states="int8"), {"experts": 4}),
@@ -104,6 +107,8 @@ OFFLOADED = {
     "qwen3_5-dp2-plain-bf16": 1.0,
     "tp2-dp2-bf16-moments": 0.7,
     "pp2-dp2-tied-int8-moments": 1.0,
+    "gemma4-pp2-dp2-int8-moments": 0.5,
+    "gemma4-ep2-bf16-moments": 1.0,
 }
 
 
@@ -239,6 +244,8 @@ TO_ANOTHER = {
     "gemma4-experts-ep2-bf16": bf16(layout(pp=2)),
     "tp2-dp2-bf16-moments": moments("bf16", bf16(layout(pp=2))),
     "pp2-dp2-tied-int8-moments": bf16(layout(tp=2)),  # with fp32 moments
+    "gemma4-pp2-dp2-int8-moments": layout(tp=2),
+    "gemma4-ep2-bf16-moments": moments("bf16", bf16(layout(dp=2))),
     "dp2-plain-int8-moments": layout(dp=2),
     "tp2-dp2-bf16-muon": muon(bf16(layout(pp=2))),
     "ep2-muon-int8": muon(layout(dp=2)),  # with an fp32 momentum

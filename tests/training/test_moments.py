@@ -142,12 +142,12 @@ def test_8_bits_lose_no_more_than_those_of_bitsandbytes(decades, share, tmp_path
     assert torch.allclose(*positive, rtol=1e-6, atol=0)
 
 
-def ends(path: str, case: Case) -> tuple[Tensor | None, Tensor | None]:
+def ends(path: str, case: Case, family: str) -> tuple[Tensor | None, Tensor | None]:
     """Return the embedding and the head after three steps, where this stage has them."""
     case = replace(case, optim={"lr": 1e-3, "clip_grad": 0.0, **case.optim})
     worker = MegatronWorker(case.config(path))
     for seed in range(3):
-        worker.forward_backward(my_rows(make_rows(MIXED, seed=seed)))
+        worker.forward_backward(my_rows(make_rows(MIXED, seed=seed, family=family)))
         worker.optim_step()
     worker.gather.finish()
     first, last = worker.chunks[0], worker.chunks[-1]
@@ -157,11 +157,18 @@ def ends(path: str, case: Case) -> tuple[Tensor | None, Tensor | None]:
     return embedding, last.head_weight.detach().clone() if last.post_process else None
 
 
+FAMILIES = {
+    "qwen3_vl": dict(tied=True, **SHALLOW),
+    "gemma4": dict(family="gemma4", layers=2, vision_depth=1),
+}
+
+
 @pytest.mark.parametrize("states", quick(["int8"], ["bf16", "int8"]))
-def test_copies_of_a_weight_stay_equal(states, pool, tiny):
+@pytest.mark.parametrize("family", quick(["qwen3_vl"], FAMILIES))
+def test_copies_of_a_weight_stay_equal(family, states, pool, tiny):
     """The first and the last stage have the tied weight, and their replicas divide it."""
     case = replace(layout(pp=2, dp=2), optim={"states": states})
-    found = pool.run(ends, case.world, tiny(tied=True, **SHALLOW), case)
+    found = pool.run(ends, case.world, tiny(**FAMILIES[family]), case, family)
     embeddings = [embedding for embedding, _ in found if embedding is not None]
     heads = [head for _, head in found if head is not None]
     assert len(embeddings) == len(heads) == 2
@@ -169,11 +176,14 @@ def test_copies_of_a_weight_stay_equal(states, pool, tiny):
 
 
 @FULL
-def test_replicas_round_as_one_does(pool, tiny):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replicas_round_as_one_does(family, pool, tiny):
     """Random numbers belong to places in the whole weight, not in a replica's part of it."""
     cases = [layout(dp=2), layout(dp=2, distributed_optimizer=False)]
     found = [
-        pool.run(ends, 2, tiny(**SHALLOW), replace(case, optim={"states": "bf16"}))[0]
+        pool.run(
+            ends, 2, tiny(**FAMILIES[family]), replace(case, optim={"states": "bf16"}), family
+        )[0]
         for case in cases
     ]
     assert all(map(torch.equal, *found))

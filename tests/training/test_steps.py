@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/training/test_steps.py
 """Three AdamW steps with clipping and weight decay give Hugging Face's weights."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.family import read_family
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.reference import load_reference, row_log_probs
@@ -23,6 +25,7 @@ MAX_TOLERANCE_LR = 0.2  # worst single weight; measured 0.020
 NORM_TOLERANCE = 8e-6  # gradient norm before clipping, relative; measured 8.9e-7
 
 DEEP = SHALLOW | {"layers": 4}  # for two stages on each of two ranks
+GEMMA4 = {"family": "gemma4", "layers": 2, "vision_depth": 1, "tied": True}
 CASES = {
     "1x1x1": (layout(), SHALLOW),
     "1x1x1-plain-optimizer": (layout(distributed_optimizer=False), SHALLOW),
@@ -36,14 +39,18 @@ CASES = {
         layout(pp=2, dp=2, virtual_stages=2, overlap_grad_reduce=True),
         DEEP | {"tied": True},
     ),
+    "gemma4-tp2-pp2": (layout(tp=2, pp=2), GEMMA4),
+    "gemma4-experts-ep2": (layout(dp=2, ep=2), GEMMA4 | {"experts": 4}),
+    "gemma4-dp2-offload": (replace(layout(dp=2), optim={"offload": 0.5}), GEMMA4),
     "vision-frozen": (layout(pp=2, freeze_vision=True, freeze_merger=True), SHALLOW),
     "language-frozen": (layout(pp=2, freeze_language=True), DEEP),
     "language-frozen-pp2x2-dp2": (layout(pp=2, dp=2, virtual_stages=2, freeze_language=True), DEEP),
 }
 
 
-def batches(vocab: int = 512):
-    return [make_rows(MIXED, vocab, seed) for seed in range(STEPS)]
+def batches(family: str):
+    kind = "gemma4" if family == "gemma4" else "qwen3_vl"
+    return [make_rows(MIXED, seed=seed, family=kind) for seed in range(STEPS)]
 
 
 def reference_steps(path: str, frozen: tuple[str, ...]) -> tuple[list[float], dict[str, Tensor]]:
@@ -58,7 +65,7 @@ def reference_steps(path: str, frozen: tuple[str, ...]) -> tuple[list[float], di
     ]
     optimizer = torch.optim.AdamW(groups, lr=OPTIM["lr"])
     norms = []
-    for rows in batches():
+    for rows in batches(model.config.model_type):
         count = sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows)
         for row in rows:
             loss = -row_log_probs(model, row).sum() / count
@@ -67,7 +74,7 @@ def reference_steps(path: str, frozen: tuple[str, ...]) -> tuple[list[float], di
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), OPTIM["clip_grad"])))
         optimizer.step()
         optimizer.zero_grad()
-    return norms, {name: p.detach() for name, p in model.named_parameters()}
+    return norms, model.state_dict()
 
 
 def part_of(name: str) -> str:
@@ -86,12 +93,14 @@ def test_weights_after_three_steps(name, pool, tiny, reference, record_property)
 
 
 def check_weights(case, path, tied, pool, reference, record_property):
-    case = Case(case.world, case.model, case.parallel, dict(OPTIM))
+    case = Case(case.world, case.model, case.parallel, OPTIM | case.optim)
     frozen = tuple(
         part for part in ("vision", "merger", "language") if f"freeze_{part}" in case.model
     )
     want_norms, want = reference(path, frozen)
-    _, norms, weights = pool.run(train, case.world, path, case, batches())[0]
+    _, norms, weights = pool.run(
+        train, case.world, path, case, batches(read_family(path).model_type)
+    )[0]
     assert norms == pytest.approx(want_norms, rel=NORM_TOLERANCE)
     assert weights.keys() <= want.keys()
     assert len(weights) == len(want) - ("lm_head.weight" in want and tied)
