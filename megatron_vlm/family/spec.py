@@ -179,11 +179,13 @@ class Tokens:
     merge: int  # side of the square of patches that becomes one token
     # Position ids [3, S] of a row from its length and its runs of placeholders.
     positions: Callable[[int, Sequence[PlaceholderRun]], Tensor] = field(repr=False)
+    audio_id: int | None = None  # of a family with models that hear
 
     @property
     def placeholders(self) -> list[int]:
-        """The ids that are never generated: such a token would have no image."""
-        return [self.image_id, self.video_id]
+        """The ids that are never generated: such a token would have no image, video or sound."""
+        audio = [] if self.audio_id is None else [self.audio_id]
+        return [self.image_id, self.video_id, *audio]
 
 
 @dataclass(frozen=True)

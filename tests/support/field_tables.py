@@ -274,6 +274,7 @@ _ROPE_OF = "text_config.rope_parameters"
 _CARRIED_GEMMA4: dict[str, Any] = {
     "image_token_id": 300,
     "video_token_id": 301,
+    "audio_token_id": 400,  # no text has it: transformers embeds that token as the pad
     "tie_word_embeddings": False,
     "text_config.vocab_size": 523,
     "text_config.hidden_size": 48,
@@ -326,7 +327,6 @@ _IDLE_GEMMA4: dict[str, Any] = {
        for name, value in _IDLE_OF_PARTS.items()},
     **dict.fromkeys(("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id"), 3),
     **dict.fromkeys(("eoa_token_index", "eos_token_id"), 3),
-    "audio_token_id": 400,  # no text has it: transformers embeds that token as the pad
     "output_hidden_states": True,
     "text_config.output_hidden_states": True,
     "vision_soft_tokens_per_image": 70,

@@ -150,7 +150,8 @@ def gemma4_sizes(config: PretrainedConfig) -> ModelSizes:
         inputs=tower_inputs,
     )
     ids = config.image_token_id, config.video_token_id
-    tokens = Tokens(text.vocab, *ids, vision_sizes.merge, _plain_positions)
+    audio = config.audio_token_id if config.audio_token_id in range(text.vocab) else None
+    tokens = Tokens(text.vocab, *ids, vision_sizes.merge, _plain_positions, audio)
     tensors = (*_vision_tensors(config), *text_tensors(text, HF_NAMES))
     head = TensorSpec(HF_NAMES.head, (text.vocab, text.hidden), Part.head, "head")
     tied = bool(config.tie_word_embeddings)
