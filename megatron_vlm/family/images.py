@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import PIL.Image
     from torch import Tensor
 
-MAX_ASPECT = 200  # Hugging Face's smart_resize refuses more
+MAX_ASPECT = 200.0  # Hugging Face's smart_resize, for the Qwen families, refuses more
 
 
 class PatchReader(Protocol):
@@ -44,6 +44,9 @@ class ImageReader(PatchReader, Protocol):
     @property
     def most_tokens(self) -> int: ...
     def limit_of(self, tokens: int) -> str: ...
+    # The largest ratio of its sides that a picture may have.
+    @property
+    def max_aspect(self) -> float: ...
     # The reader of a picture whose record bounds its pixels, or a DataError.
     def with_bounds(
         self, min_pixels: int | None, max_pixels: int | None, where: str
@@ -70,13 +73,13 @@ class VideoReader(PatchReader, Protocol):
     def patches(self, frames: "Iterable[np.ndarray]", plan: VideoPlan) -> "np.ndarray": ...
 
 
-def check_aspect(height: int, width: int, where: str, size: str) -> None:
+def check_aspect(height: int, width: int, where: str, size: str, most: float = MAX_ASPECT) -> None:
     """Refuse a picture that is too long or has no pixels. `size`: its unscaled size, as text."""
     if min(width, height) < 1:
         raise DataError(f"is {size} pixels and shows nothing", place=where, remedy="drop it")
-    if max(width, height) > MAX_ASPECT * min(width, height):
+    if max(width, height) > most * min(width, height):
         raise DataError(
-            f"is {size} pixels, and sides may differ by a factor of {MAX_ASPECT} at most",
+            f"is {size} pixels, and sides may differ by a factor of {most:g} at most",
             place=where,
             remedy="crop or drop it",
         )

@@ -42,7 +42,8 @@ class RowReader:
         self, cfg: Config, folder: str, sizes: ModelSizes, most_pixels: int = MAX_REQUEST_PIXELS
     ):
         self.images = read_family(folder).images(folder, vars(cfg.data))
-        self.policy = MediaPolicy(None, exif_orientation=False)
+        most = self.images.max_aspect
+        self.policy = MediaPolicy(None, exif_orientation=False, max_aspect=most)
         self.tokens, self.longest = sizes.tokens, sizes.text.max_positions
         self.most_pixels = most_pixels
         self.room: Callable[[int], None] | None = None

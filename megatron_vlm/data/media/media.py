@@ -20,7 +20,7 @@ import PIL.ImageOps
 from megatron_vlm.data.media.fetch import fetch
 from megatron_vlm.data.records.record import Image
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.images import check_aspect
+from megatron_vlm.family.images import MAX_ASPECT, check_aspect
 from megatron_vlm.io.untrusted import real_path, what_is_at
 
 # Pillow's other decoders are rarely needed and less often tested; that of EPS runs Ghostscript on
@@ -38,6 +38,7 @@ class MediaPolicy:
     root: str | None  # paths are relative to this folder and stay inside it; None: no paths at all
     allow_http: bool = False
     exif_orientation: bool = True  # turn pictures upright by their EXIF tag, as transformers does
+    max_aspect: float = MAX_ASPECT  # of the sides of a picture
 
 
 def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
@@ -115,7 +116,8 @@ def _open_image(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.I
         # A picture that came as a PIL image stays open: it belongs to the caller.
         with nullcontext(opened) if opened is image.source else opened:
             width, height = opened.size
-            check_aspect(height, width, f"{where}: {image.name}", f"{width} x {height}")
+            size, most = f"{width} x {height}", policy.max_aspect
+            check_aspect(height, width, f"{where}: {image.name}", size, most)
             _check_tiles(opened, f"{where}: {image.name}")
             yield opened
     except Exception as error:  # decoders raise many kinds, even RuntimeError

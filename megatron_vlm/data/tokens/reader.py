@@ -226,7 +226,8 @@ def make_reader(
     if isinstance(kind, RetrievalForm) and kind.answers is not None:
         encoder.renderer.ids_of(kind.answers)  # checked before anything is read
     root = None if root is None else str(home_path(root))
-    policy = MediaPolicy(root, cfg.allow_http, cfg.exif_orientation)
+    most = encoder.images.max_aspect
+    policy = MediaPolicy(root, cfg.allow_http, cfg.exif_orientation, most)
     return Reader(encoder, policy, sizes.tokens, kind)
 
 

@@ -38,6 +38,7 @@ class Gemma4Images:
     max_soft_tokens: int = 280
     pooling_kernel_size: int = 3
     limits: ClassVar[str] = "max_soft_tokens in its processor_config.json"
+    max_aspect: ClassVar[float] = math.inf  # a long picture becomes one row of tokens
 
     @staticmethod
     def from_checkpoint(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family.images import MAX_ASPECT
 from megatron_vlm.family.processor_files import read_processor
 from megatron_vlm.family.video_plan import Grid
 
@@ -68,6 +69,7 @@ class ImageSettings(PatchSizes):
     """The settings of the checkpoint's image processor."""
 
     limits: ClassVar[str] = "data.max_pixels"
+    max_aspect: ClassVar[float] = MAX_ASPECT
     min_pixels: int = 65536
     max_pixels: int = 16777216
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
