@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
+from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, VideoLimits
 from megatron_vlm.data.batches.data_warnings import Remarks
-from megatron_vlm.data.batches.dataset import NoSampleError
+from megatron_vlm.data.batches.dataset import NoSampleError, open_data
 from megatron_vlm.data.tokens import index as indexing
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.errors import DataError
+from megatron_vlm.family import read_sizes
 from tests.support.chats import CHATS, say
 from tests.support.error_fields import raises
 from tests.support.limits import files_of_at_most
@@ -57,6 +59,21 @@ def test_the_index_is_what_the_reader_gives(tiny, tmp_path, small_chunks):
         assert index.patches[place] == expected.num_patches
         assert index.patch_pairs[place] == expected.patch_pairs
         assert index.images[place] == len(expected.image_grids)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_rows_of_pairs_are_known_in_both_parts_of_a_split(held_out, tiny, tmp_path, small_chunks):
+    path, sizes = tmp_path / "pairs.jsonl", read_sizes(tiny())
+    records = [dict(prompt=f"{n}?", chosen="a" * n, rejected="b " * (20 - n)) for n in range(1, 13)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    given = parse_sources(str(path), "data.train"), "data.train", data_config(None, split=5.0)
+    data = open_data(*given, tiny(), sizes, kind="pair", held_out=held_out)
+    (index,) = data.indexes
+    assert len(index) == (5 if held_out else 7)
+    for sample in range(len(index)):
+        lengths = [len(row.ids_S) for row in index.example(sample)]
+        assert index.lengths(sample) == lengths and len(set(lengths)) == 2
+        assert index.longest[sample] == max(lengths)
 
 
 def encodes(monkeypatch):

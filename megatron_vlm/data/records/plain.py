@@ -59,7 +59,7 @@ class PlainForm:
 
     def _answer(self, raw: Mapping[str, Any], keys: Keys) -> list[ChatMessage]:
         value = single_value(raw, [name for name in self.answers if name in raw], keys.where)
-        name = next(name for name in self.answers if raw.get(name) == value)
+        name = next(name for name in self.answers if raw.get(name) is value)
         if name == "completion":
             return as_turns(value, "assistant", keys)
         if name == "answers":
