@@ -179,7 +179,7 @@ class Tokens:
     merge: int  # side of the square of patches that becomes one token
     # Position ids [3, S] of a row from its length and its runs of placeholders.
     positions: Callable[[int, Sequence[PlaceholderRun]], Tensor] = field(repr=False)
-    audio_id: int | None = None  # of a family with models that hear
+    audio_id: int | None = None  # in families with models that hear
 
     @property
     def placeholders(self) -> list[int]:

@@ -38,7 +38,7 @@ class MediaPolicy:
     root: str | None  # paths are relative to this folder and stay inside it; None: no paths at all
     allow_http: bool = False
     exif_orientation: bool = True  # turn pictures upright by their EXIF tag, as transformers does
-    max_aspect: float = MAX_ASPECT  # of the sides of a picture
+    max_aspect: float = MAX_ASPECT  # largest ratio of a picture's sides
 
 
 def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
