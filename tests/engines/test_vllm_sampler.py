@@ -537,13 +537,18 @@ def _learn_and_stream(
 WORKERS = {"skip_mm_profiling": True, "tensor_parallel_size": 2}  # options of an engine with two
 
 
-@pytest.mark.parametrize("options", [{}, WORKERS], ids=["one worker", "two workers"])
+@pytest.mark.parametrize(
+    ("options", "tied"),
+    [({}, False), (WORKERS, False), ({}, True)],
+    ids=["one worker", "two workers", "tied head"],
+)
 def test_weights_are_streamed_from_every_rank(
-    options, pool, base, prompts, tmp_path, record_property
+    options, tied, pool, tiny, prompts, tmp_path, record_property
 ):
     """After a step at TP2 x PP2 the engine's log-probs are the new model's, and those of a load of
     its export to the last digit. Measured: 2e-6."""
     case, some = layout(tp=2, pp=2), prompts[:16]
+    base = tiny(head_dim=32, from_scratch=True, tied=tied)
     rows = [continue_row(each, [7, 8, 9]) for each in prompts[16:24]]
     args = rows, some, engine(base, options=options), str(tmp_path / "out")
     found, scores = pool.run(call, 4, base, case, _Stream(*args))[0]

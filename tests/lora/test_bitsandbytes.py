@@ -9,7 +9,7 @@ import pytest
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.lora.targets import entries_in_blocks
 from megatron_vlm.training.worker import MegatronWorker
-from tests.lora.test_lora import ALL, BLOCKS, DELTA_NET_IN_BLOCKS
+from tests.lora.test_lora import ALL, BLOCKS, DELTA_NET_IN_BLOCKS, OF_LARGE_LOGITS
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.comparison import check_worst, relative_errors
@@ -18,8 +18,9 @@ from tests.support.reference import inputs_of
 from tests.support.runs import loss_and_grads
 from tests.support.trl_environment import run_on_tensors
 
-# The error is relative, as in test_lora.py. Measured worst case: 2.5e-6.
+# The error is relative, as in test_lora.py. Measured worst cases: 2.5e-6, and 5.9e-6 for Gemma 4.
 TOLERANCE = 5e-6
+GEMMA4_IN_BLOCKS = dict(family="gemma4", head_dim=32, intermediate=128)
 NF4 = replace(ALL, base="nf4")
 
 pytestmark = [
@@ -35,9 +36,13 @@ def layers_in_blocks(path: str, case) -> list[str]:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("sizes", [BLOCKS, DELTA_NET_IN_BLOCKS], ids=["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "sizes", [BLOCKS, DELTA_NET_IN_BLOCKS, GEMMA4_IN_BLOCKS], ids=["qwen3_vl", "qwen3_5", "gemma4"]
+)
 def test_equals_peft_on_bitsandbytes(sizes, nested, pool, tiny, tmp_path, record_property):
-    path, rows = tiny(**sizes), make_rows(MIXED, 512)
+    family = sizes.get("family")
+    path = tiny(**sizes)
+    rows = make_rows(MIXED, family=family if family == "gemma4" else "qwen3_vl")
     model = peft_model(path, NF4)
     adapter = save(model, tmp_path / "adapter")
     inputs = [inputs_of(model, row) | {"labels": row.labels_S} for row in rows]
@@ -59,4 +64,5 @@ def test_equals_peft_on_bitsandbytes(sizes, nested, pool, tiny, tmp_path, record
             errors["log-probs"] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
             assert ours.grads.keys() == theirs["grads"].keys()
             errors |= relative_errors(ours.grads, theirs["grads"])
-            check_worst(errors, TOLERANCE, record_property)
+            tolerance = OF_LARGE_LOGITS if family == "gemma4" else TOLERANCE
+            check_worst(errors, tolerance, record_property)
