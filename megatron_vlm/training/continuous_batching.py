@@ -61,6 +61,8 @@ class Decoder:
             )
         self.stage, self.texts, self.on_token = stage, texts, on_token
         self.routing = routing
+        never = torch.tensor(stage.sizes.tokens.placeholders, dtype=torch.long)
+        self.never_N = to_device(never, stage.device)  # once: a token would wait for the copy
         self.generation_batches = [
             GenerationBatch(batch_rows, stage.device) for _ in range(stage.grid.pp.size)
         ]
@@ -191,7 +193,6 @@ class Decoder:
         that pick alike are computed at once."""
         stage = self.stage
         logits_BV = whole_logits(logits_Bv, stage.sizes.text.vocab, stage.grid.tp)
-        never = stage.sizes.tokens.placeholders
         alike: dict[tuple[float, int, float, bool], list[int]] = {}
         for place, draw in enumerate(one.draws):
             alike.setdefault(draw.settings.picking, []).append(place)
@@ -200,6 +201,6 @@ class Decoder:
             draws = [one.draws[place] for place in places]
             rows = to_device(torch.tensor([one.rows[place] for place in places]), stage.device)
             turns = [draw.turn for draw in draws]
-            picked = pick(logits_BV[rows], draws[0].settings, never, turns)
+            picked = pick(logits_BV[rows], draws[0].settings, self.never_N, turns)
             picked_N2[to_device(torch.tensor(places), stage.device)] = picked
         return picked_N2

@@ -1,7 +1,7 @@
 """The next token of a row: the logits that take part, and the id that is sampled.
 
-Shapes: B rows, V the vocabulary, v this rank's part of it with its padding, T the ranks of TP, 2 an
-id and its log-prob.
+Shapes: B rows, V the vocabulary, v this rank's part of it with its padding, N ids, T the ranks of
+TP, 2 an id and its log-prob.
 """
 
 import hashlib
@@ -26,15 +26,14 @@ def whole_logits(logits_Bv: Tensor, vocab: int, tp: GroupAxis) -> Tensor:
 def pick(
     logits_BV: Tensor,
     settings: SamplingSettings,
-    never: Sequence[int],
+    never_N: Tensor,
     turns: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """Pick an id for each row, none of `never`, and return it with its log-prob before any cut-off:
+    """Pick an id for each row, none of `never_N`, and return it with its log-prob before any cut-off:
     [B, 2] in float64, which holds both exactly. The log-prob is at temperature 1, or with
     settings.tempered at that of the settings. `turns` are the seed of each row and the number of
     its token."""
-    scores_BV = logits_BV.clone()
-    scores_BV[:, list(never)] = -torch.inf
+    scores_BV = logits_BV.index_fill(1, never_N, -torch.inf)
     ids_B = scores_BV.argmax(dim=-1)  # the lowest id among equal logits
     if settings.temperature > 0:
         scores_BV = likeliest(scores_BV / settings.temperature, settings.top_k, settings.top_p)

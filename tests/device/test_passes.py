@@ -61,9 +61,8 @@ PASSES: dict[str, tuple[Pass, dict[Phase, int]]] = {
     "scores": (lambda w, rows, _: w.forward(rows), {}),
     "likeliest": (lambda w, rows, _: w.likeliest(rows, 4), {}),
     "samples": (
-        # A token waits once, for what must not be sampled.
         lambda w, *_: w.sample(make_rows(MIXED)[:2], SamplingSettings(3, 1.0), 2, [0, 1]),
-        {Phase.forward: 1},
+        {},
     ),
     "save_and_load": (save_and_load, {}),
 }

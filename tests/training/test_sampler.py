@@ -417,13 +417,13 @@ def test_top_k_and_top_p_are_those_of_transformers(tp, pool, tiny):
 def test_frequencies_are_the_probabilities_of_what_is_left(
     temperature, top_k, top_p, record_property
 ):
-    draws, never = 20000, (3, 17)
+    draws, never = 20000, torch.tensor([3, 17])
     logits_V = 1.5 * torch.randn(30, generator=torch.Generator().manual_seed(2))
     settings = SamplingSettings(1, temperature, top_k, top_p)
     turns = [(seed, 0) for seed in range(draws)]
     found_N2 = pick(logits_V.expand(draws, -1), settings, never, turns)
     scores_V = logits_V / temperature
-    scores_V[list(never)] = -torch.inf
+    scores_V[never] = -torch.inf
     expected_V = draws * warped(scores_V[None], top_k, top_p)[0].double().softmax(-1)
     found_V = torch.bincount(found_N2[:, 0].long(), minlength=30).double()
     left_V = expected_V > 0
@@ -440,15 +440,17 @@ def test_frequencies_are_the_probabilities_of_what_is_left(
 
 def test_a_draw_depends_on_its_seed_and_the_number_of_its_token():
     turns = [(seed, token) for seed in (5, 6) for token in range(40)]
+    none = torch.tensor([], dtype=torch.long)
     one, other = (
-        pick(torch.zeros(80, 500), SamplingSettings(1), (), each)[:, 0].tolist()
+        pick(torch.zeros(80, 500), SamplingSettings(1), none, each)[:, 0].tolist()
         for each in (turns, turns[::-1])
     )
     assert one == other[::-1] and len(set(one)) > 60
 
 
 def test_the_lowest_of_equal_logits_is_picked_greedily():
-    [[picked, log_prob]] = pick(torch.zeros(1, 9), SamplingSettings(1, temperature=0), (0,), ())
+    greedily = SamplingSettings(1, temperature=0)
+    [[picked, log_prob]] = pick(torch.zeros(1, 9), greedily, torch.tensor([0]), ())
     assert picked == 1 and float(log_prob) == pytest.approx(math.log(1 / 9))
 
 
