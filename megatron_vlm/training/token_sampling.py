@@ -24,12 +24,9 @@ def whole_logits(logits_Bv: Tensor, vocab: int, tp: GroupAxis) -> Tensor:
 
 
 def pick(
-    logits_BV: Tensor,
-    settings: SamplingSettings,
-    never_N: Tensor,
-    turns: Sequence[tuple[int, int]],
+    logits_BV: Tensor, settings: SamplingSettings, never_N: Tensor, turns: Sequence[tuple[int, int]]
 ) -> Tensor:
-    """Pick an id for each row, none of `never_N`, and return it with its log-prob before any cut-off:
+    """Pick an id for each row, none of `never_N`. Return it with its log-prob before any cut-off,
     [B, 2] in float64, which holds both exactly. The log-prob is at temperature 1, or with
     settings.tempered at that of the settings. `turns` are the seed of each row and the number of
     its token."""
