@@ -39,21 +39,23 @@ def compared() -> dict[str, Any]:
 # Relative to this package's rule in fp32. Measured: 6.8e-5 for a single token, whose decay has the
 # gradient zero but for rounding, and 3.1e-5 for strong decays; in bf16, 7.6e-3.
 TOLERANCE = {"fp32": 3e-4, "bf16": 3e-2}
-WORKER_TOLERANCE = 2e-5  # measured: 4.6e-6
+WORKER_TOLERANCE = {"fp32": 2e-5, "bf16": 5e-2}  # measured: 4.6e-6 and 1.2e-2
+
+
+def check(name: str, errors: dict[str, float], tolerance: float) -> None:
+    wrong = [f"{key} {error:.1e}" for key, error in errors.items() if not error <= tolerance]
+    assert not wrong, f"{name}: {', '.join(wrong)}"
 
 
 def test_outputs_states_and_gradients_are_those_of_our_rule(compared):
     for name, errors in compared["rules"].items():
-        worst = max(errors, key=errors.__getitem__)
-        tolerance = TOLERANCE[name.rpartition(", ")[2]]
-        assert errors[worst] <= tolerance, f"{name}, {worst}: {errors[worst]:.1e}"
+        check(name, errors, TOLERANCE[name.rpartition(", ")[2]])
     assert len(compared["rules"]) == 16
 
 
 def test_a_worker_has_the_same_losses_and_gradients(compared):
-    """At TP2 and PP2, too. transformers' reference is computed by torch, which it would not be by
-    itself where flash-linear-attention is installed."""
+    """At TP2, at PP2, and in bf16. transformers' reference is computed by torch, which it would not
+    be by itself where flash-linear-attention is installed."""
     for layout, errors in compared["workers"].items():
-        worst = max(errors, key=errors.__getitem__)
-        assert errors[worst] <= WORKER_TOLERANCE, f"{layout}, {worst}: {errors[worst]:.1e}"
-    assert set(compared["workers"]) == {"1x1x1", "tp2", "pp2", "transformers"}
+        check(layout, errors, WORKER_TOLERANCE["bf16" if layout == "bf16" else "fp32"])
+    assert set(compared["workers"]) == {"1x1x1", "tp2", "pp2", "bf16", "transformers"}
