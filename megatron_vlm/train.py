@@ -32,7 +32,7 @@ def train(cfg: Config, signals: "Signals | None" = None) -> int:
     """Train to the last step, and return the exit status of this rank. `signals` is for a caller
     that stops the run by other means than signals of the operating system."""
     place = rank_of_process(), world_of_process()
-    with Watchdog.watch_rank(place[0], cfg.launch.timeout_minutes) as watchdog:
+    with Watchdog.watch_rank(place[0], cfg.launch.timeout_minutes, cfg.run) as watchdog:
         if cfg.data.num_workers and not cfg.parallel.auto and loads_data(cfg.parallel, *place):
             start_server()  # it imports while this process imports, too
         from megatron_vlm.run.run import Run

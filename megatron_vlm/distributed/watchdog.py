@@ -3,8 +3,9 @@
 A rank that hangs or dies leaves the others inside a collective, which cannot name the missing rank.
 So each rank has a thread that checks whether it makes progress, and, once the ranks have met, one
 that exchanges states through the job's store. When no rank has made progress for the time-out, the
-process names the rank furthest behind and exits. watchdog_process.py ends a rank whose threads
-cannot run."""
+process names the rank furthest behind and exits. A rank that makes no progress keeps its stacks,
+which watchdog_process.py writes when the rank ends. It also ends a rank whose threads cannot
+run."""
 
 import contextlib
 import json
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.distributed.process import LAUNCHER, STUCK, print_to_user
-from megatron_vlm.distributed.watchdog_process import WatchdogProcess
+from megatron_vlm.distributed.watchdog_process import WatchdogProcess, dumps_of
 
 if TYPE_CHECKING:
     from megatron_vlm.distributed.job_store import SignedStore
@@ -49,10 +50,12 @@ class Watchdog:
     """Watchdog of a rank, which calls `at` when a phase starts. Without a time-out it does nothing.
 
     Time is measured by `clock`, which does not advance while this process is stopped, as by Ctrl-Z.
+    `folder` is for the stacks of the ranks that are ended.
     """
 
-    def __init__(self, rank: int, timeout_s: float | None):
+    def __init__(self, rank: int, timeout_s: float | None, folder: str = ""):
         self.rank, self.timeout_s, self.every_s = rank, timeout_s, min(5.0, (timeout_s or 0.0) / 4)
+        self.folder = folder
         self.phases, self.signs_of_life, self.step, self.phase = 0, 0, 0, "start"
         self.files = True  # the imports read files
         self.clock = self.since = 0.0
@@ -66,15 +69,16 @@ class Watchdog:
         self.sentinel: WatchdogProcess | None = None
         self.thread: threading.Thread | None = None
         if timeout_s is not None:
-            self.sentinel = WatchdogProcess(rank, self.every_s, timeout_s + 2 * self.every_s)
+            silence_s = timeout_s + 2 * self.every_s
+            self.sentinel = WatchdogProcess(rank, self.every_s, silence_s, folder)
             self.thread = threading.Thread(target=self._watch, daemon=True, name=_NAME)
             self.thread.start()
 
     @staticmethod
     @contextlib.contextmanager
-    def watch_rank(rank: int, timeout_minutes: float) -> Iterator["Watchdog"]:
-        """Create a watchdog for the body."""
-        watchdog = Watchdog(rank, 60 * timeout_minutes)
+    def watch_rank(rank: int, timeout_minutes: float, run: str = "") -> Iterator["Watchdog"]:
+        """Create a watchdog for the body. `run` is the folder of the run, if there is one."""
+        watchdog = Watchdog(rank, 60 * timeout_minutes, run and os.path.join(run, "stacks"))
         try:
             yield watchdog
         finally:
@@ -109,6 +113,7 @@ class Watchdog:
         self.done.set()
         if self.thread is not None and self.sentinel is not None:
             self.thread.join()
+            self.sentinel.forget()
             self.sentinel.close()
             self.sentinel = None
 
@@ -118,7 +123,7 @@ class Watchdog:
         return f"step {self.step}: {self.phase}"
 
     def _watch(self) -> None:
-        assert self.timeout_s is not None
+        assert self.timeout_s is not None and self.sentinel is not None
         last, orphan_s, launcher = time.monotonic(), 0.0, os.environ.get(LAUNCHER)
         while not self.done.wait(self.every_s):
             now = time.monotonic()
@@ -131,8 +136,13 @@ class Watchdog:
                 self.moved, self.since = moved, self.clock
             if self._works(elapsed) and not self.phases:
                 self.since = self.clock
-            if (text := self._complaint(self.timeout_s, orphan_s)) and not self.done.is_set():
-                end(f"rank {self.rank}: {text}")
+            text = self._complaint(self.timeout_s, orphan_s)
+            if text or self.clock - self.since > self.timeout_s:
+                self.sentinel.dump()  # before another rank ends the job
+            else:
+                self.sentinel.forget()
+            if text and not self.done.is_set():
+                end(f"rank {self.rank}: {text}", self.sentinel)
 
     def _works(self, passed: float) -> bool:
         """Return whether the thread that made this watchdog computed during the last interval.
@@ -148,17 +158,17 @@ class Watchdog:
 
     def _complaint(self, timeout_s: float, orphan_s: float) -> str | None:
         """Return why the process must end, or None."""
+        own = f"this rank was at {self.where}", _dump_name(self.folder, self.rank)
         if orphan_s > timeout_s:
-            what = "the launcher has been dead"
-            return _sentence(what, orphan_s, timeout_s, self.where, "this rank")
+            return _sentence("the launcher has been dead", orphan_s, timeout_s, *own)
         if self.answered is not None and (silence := self.clock - self.answered) > timeout_s:
             # It holds the store: without it no other rank can be read.
             what = "rank 0, which has died or cannot be reached, has not answered"
-            return _sentence(what, silence, timeout_s, self.where, "this rank")
+            return _sentence(what, silence, timeout_s, *own)
         still, reached = self.clock - self.since, (self.phases, self.signs_of_life)
         status = RankStatus(self.rank, reached, self.step, self.phase, 0.0, still)
         culprit = find_stuck(self.signs or [status], timeout_s)
-        return None if culprit is None else describe(culprit, timeout_s)
+        return None if culprit is None else describe(culprit, timeout_s, self.folder)
 
     def _exchange(self, board: "SignedStore", world: int) -> None:
         """Exchange states with the other ranks. It has its own thread, because a call to the store
@@ -206,11 +216,13 @@ def _data_workers() -> list[str]:
         return []
 
 
-def end(text: str) -> None:
-    """Print the text and end this process, even if nobody reads the output."""
+def end(text: str, sentinel: WatchdogProcess) -> None:
+    """Print the text and end this process, even if nobody reads the output or its dumps cannot be
+    written."""
     printer = threading.Thread(target=print_to_user, args=(text,), daemon=True, name=_NAME)
     printer.start()
     printer.join(_SAY_S)
+    sentinel.close(_SAY_S)
     os._exit(STUCK)
 
 
@@ -224,15 +236,23 @@ def find_stuck(signs: list[RankStatus], timeout_s: float) -> RankStatus | None:
     return None
 
 
-def describe(sign: RankStatus, timeout_s: float) -> str:
-    """Return one sentence for the user."""
-    what = "has not been heard from" if sign.age > timeout_s else "has been stuck"
-    where = f"step {sign.step}: {sign.phase}"
-    return _sentence(f"rank {sign.rank} {what}", max(sign.age, sign.still), timeout_s, where)
+def describe(sign: RankStatus, timeout_s: float, folder: str = "") -> str:
+    """Return one sentence for the user. A silent rank may be unable to leave its stacks."""
+    is_silent = sign.age > timeout_s
+    what = "has not been heard from" if is_silent else "has been stuck"
+    where = f"it was at step {sign.step}: {sign.phase}"
+    stacks = folder if is_silent else _dump_name(folder, sign.rank)
+    longest = max(sign.age, sign.still)
+    return _sentence(f"rank {sign.rank} {what}", longest, timeout_s, where, stacks)
 
 
-def _sentence(what: str, seconds: float, timeout_s: float, where: str, who: str = "it") -> str:
+def _dump_name(folder: str, rank: int) -> str:
+    return folder and dumps_of(folder, rank)[0]
+
+
+def _sentence(what: str, seconds: float, timeout_s: float, where: str, stacks: str) -> str:
+    seen = f"Stopping; {stacks} shows where its threads are, and" if stacks else "Stopping;"
     return (
-        f"{what} for {seconds:.0f} s (launch.timeout_minutes={timeout_s / 60:g}); {who} was at "
-        f"{where}. Stopping; the run resumes from its last complete checkpoint"
+        f"{what} for {seconds:.0f} s (launch.timeout_minutes={timeout_s / 60:g}); {where}. {seen} "
+        "the run resumes from its last complete checkpoint"
     )

@@ -2,32 +2,41 @@
 
 The watchdog, a thread, does not run while the rank is stopped (SIGSTOP), nor while code in C keeps
 Python's lock, as in a read from a mapped file on a lost file system. It writes a line at each
-check; after a long silence the rank is killed. This process ends with the pipe between them.
+check; after a long silence the rank is killed. This process ends with the pipe between them, and
+then writes what the rank has dumped in memory into FOLDER, whose file system may hang for the rank.
 
-    python watchdog_process.py FD RANK EVERY_S TIMEOUT_S"""
+    python watchdog_process.py FD RANK EVERY_S TIMEOUT_S FOLDER STACKS_FD COLLECTIVES_FD"""
 
 import contextlib
+import faulthandler
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 from typing import IO
+
+_ASK = signal.SIGUSR2  # at this signal, a rank dumps its stacks even while C keeps Python's lock
+_DUMP_S = 2.0  # time for that: a stopped rank never does
 
 
 class WatchdogProcess:
-    """Handle of the process, in the rank."""
+    """Handle of the process, in the rank. `folder` is for the dumps; "" prints the stacks."""
 
-    def __init__(self, rank: int, every_s: float, timeout_s: float):
+    def __init__(self, rank: int, every_s: float, timeout_s: float, folder: str = ""):
         reading, self.writing = os.pipe()
         os.set_blocking(self.writing, False)
-        words = [str(reading), str(rank), str(every_s), str(timeout_s)]
+        self.stacks, self.collectives = (os.memfd_create("watchdog") for _ in range(2))
+        faulthandler.register(_ASK, self.stacks)
+        fds = (reading, self.stacks, self.collectives)
+        words = map(str, (reading, rank, every_s, timeout_s, folder, *fds[1:]))
         # The process loads only what this file needs: it starts in milliseconds and takes 8 MB.
         self.process: subprocess.Popen[bytes] = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=[reading],
+            pass_fds=fds,
         )
         os.close(reading)
 
@@ -36,13 +45,62 @@ class WatchdogProcess:
         with contextlib.suppress(OSError):  # it was killed, or it is stopped and the pipe is full
             os.write(self.writing, f"{where}\n".encode())
 
-    def close(self) -> None:
-        """End the process."""
+    def dump(self) -> None:
+        """Keep the stacks of all threads, and torch's record of the last collectives, if any."""
+        self.forget()
+        faulthandler.dump_traceback(self.stacks)
+        torch = sys.modules.get("torch._C._distributed_c10d")
+        dump = getattr(torch, "_dump_nccl_trace", getattr(torch, "_dump_fr_trace", None))
+        if dump is not None:
+            with contextlib.suppress(Exception):  # without it, the rank must end all the same
+                os.write(self.collectives, dump())
+
+    def forget(self) -> None:
+        """Drop the dumps: the rank goes on."""
+        for fd in (self.stacks, self.collectives):
+            os.ftruncate(fd, 0)
+            os.lseek(fd, 0, os.SEEK_SET)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the process, which first writes the dumps that there are."""
         os.close(self.writing)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        faulthandler.unregister(_ASK)
+        os.close(self.stacks)
+        os.close(self.collectives)
 
 
-def stand(pipe: IO[bytes], rank: int, every_s: float, timeout_s: float) -> None:
+def dumps_of(folder: str, rank: int) -> tuple[str, str]:
+    """Return the files of a rank's stacks and of its collectives."""
+    return os.path.join(folder, f"rank{rank}.txt"), os.path.join(folder, f"collectives_{rank}")
+
+
+def save(folder: str, rank: int, stacks: int, collectives: int) -> None:
+    """Write the dumps. Print the stacks if they cannot be written."""
+    for file, fd in zip(dumps_of(folder, rank), (stacks, collectives), strict=True):
+        if not (content := os.pread(fd, os.fstat(fd).st_size, 0)):
+            continue
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with open(file, "wb") as to:
+                to.write(content)
+        except OSError:
+            if fd == stacks:
+                text = content.decode(errors="replace")
+                print(f"Stacks of rank {rank}:\n{text}", file=sys.stderr, flush=True)
+
+
+def _await_dump(stacks: int) -> None:
+    until, size = time.monotonic() + _DUMP_S, 0
+    while time.monotonic() < until:
+        time.sleep(_DUMP_S / 10)
+        if 0 < size == os.fstat(stacks).st_size:
+            return
+        size = os.fstat(stacks).st_size
+
+
+def stand(pipe: IO[bytes], rank: int, every_s: float, timeout_s: float, stacks: int) -> None:
     """Wait until the pipe closes. Kill the rank if it is silent for the time-out."""
     parent, silent, where = os.getppid(), 0, "start"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -64,9 +122,13 @@ def stand(pipe: IO[bytes], rank: int, every_s: float, timeout_s: float) -> None:
             file=sys.stderr,
             flush=True,
         )
+        os.kill(parent, _ASK)
+        _await_dump(stacks)
         os.kill(parent, signal.SIGKILL)
 
 
 if __name__ == "__main__":
+    rank, places = int(sys.argv[2]), [int(word) for word in sys.argv[6:]]
     with open(int(sys.argv[1]), "rb", buffering=0) as given:
-        stand(given, int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))
+        stand(given, rank, float(sys.argv[3]), float(sys.argv[4]), places[0])
+    save(sys.argv[5], rank, *places)

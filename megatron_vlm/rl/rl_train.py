@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def learn(cfg: Config, signals: "Signals | None" = None) -> int:
     """Train to the last step, and return the exit status of this rank. `signals`: as for
     `train`."""
-    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes, cfg.run) as watchdog:
         from megatron_vlm.config.command_checks import needs_held_out_rewards
         from megatron_vlm.rl.trainer import RlTrainer
         from megatron_vlm.run.run import Run

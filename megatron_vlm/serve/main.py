@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
     """Serve until a signal arrives, and return the exit status of this rank."""
-    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes, cfg.run) as watchdog:
         from megatron_vlm.controller.rank_worker import BrokenError
         from megatron_vlm.distributed.agreement import Signals
         from megatron_vlm.serve.served_models import ModelCommands, Models

@@ -2,6 +2,7 @@
 """A process that makes no progress ends, whatever it hangs in, and says where that was."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,11 +16,16 @@ import pytest
 pytestmark = pytest.mark.alone  # it starts jobs and kills them
 
 START = """
-import ctypes, os, sys, time
+import os, sys, time
 from megatron_vlm.distributed.watchdog import Watchdog
-watchdog = Watchdog(3, float(sys.argv.pop(1)))
+watchdog = Watchdog(3, float(sys.argv.pop(1)), os.environ.get("STACKS", ""))
 watchdog.begin_phase(5, "data")
 print("ready", flush=True)
+"""
+GLOO = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
 """
 FOR_EVER = "while True: watchdog.alive(); time.sleep(0.05)"
 
@@ -52,26 +58,49 @@ def process(
         ("open(sys.argv[1])", "step 0: start"),
     ],
 )
-def test_no_progress_ends_it(body, where, tmp_path):
+def test_no_progress_ends_it(body, where, tmp_path, monkeypatch):
+    """Its stacks show the function that hangs. Without a folder that can be made, it prints
+    them."""
+    folder = tmp_path / ("fifo/stacks" if "0" in where else "stacks")
+    monkeypatch.setenv("STACKS", str(folder))
+    body = f"def hanging(): {body}\nhanging()"
     os.mkfifo(tmp_path / "fifo")  # opening it waits for a writer
     start = START if "data" in where else START.replace("watchdog.begin_phase", "# ")
     with process(body, str(tmp_path / "fifo"), start=start) as stuck:
         _, err = stuck.communicate(timeout=30)
     assert stuck.returncode == 70
-    assert "rank 3: rank 3 has been stuck for" in err and f"at {where}. Stopping;" in err
+    assert "rank 3: rank 3 has been stuck for" in err and f"at {where}. Stopping; {folder}" in err
+    if "0" in where:
+        assert "Stacks of rank 3:" in err and "in hanging" in err
+    else:
+        assert "in hanging" in (folder / "rank3.txt").read_text() and "in hanging" not in err
+
+
+@pytest.mark.full
+def test_the_last_collectives_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("STACKS", str(tmp_path))
+    # torch takes a second or two for its first record.
+    with process("time.sleep(3600)", timeout_s=6, start=GLOO + START) as stuck:
+        stuck.communicate(timeout=30)
+    record = pickle.loads((tmp_path / "collectives_3").read_bytes())
+    assert [each["profiling_name"] for each in record["entries"]] == ["gloo:barrier"]
 
 
 @pytest.mark.parametrize("progress", ["busy", "alive"])
-def test_progress_goes_on(progress):
+def test_progress_goes_on(progress, tmp_path, monkeypatch):
+    monkeypatch.setenv("STACKS", str(tmp_path / "stacks"))
     body = f"for _ in range(30): watchdog.{progress}(); time.sleep(0.05)\nwatchdog.stop()"
     with process(body) as working:
         working.communicate(timeout=30)
-    assert working.returncode == 0
+    assert working.returncode == 0 and not (tmp_path / "stacks").exists()
 
 
-def test_a_call_that_keeps_pythons_lock_is_ended_from_outside():
-    with process("ctypes.PyDLL(None).sleep(3600)") as stuck:
+def test_a_call_that_keeps_pythons_lock_is_ended_from_outside(tmp_path, monkeypatch):
+    """A signal makes it dump its stacks."""
+    monkeypatch.setenv("STACKS", str(tmp_path / "stacks"))
+    with process("def hanging(): sum(range(10**15))\nhanging()") as stuck:
         _, err = stuck.communicate(timeout=30)
+    assert "in hanging" in (tmp_path / "stacks" / "rank3.txt").read_text()
     assert stuck.returncode == -signal.SIGKILL
     assert "rank 3 has not run for" in err and "at step 5: data. Killing it;" in err
 
