@@ -76,7 +76,7 @@ def dumps_of(folder: str, rank: int) -> tuple[str, str]:
     return os.path.join(folder, f"rank{rank}.txt"), os.path.join(folder, f"collectives_{rank}")
 
 
-def save(folder: str, rank: int, stacks: int, collectives: int) -> None:
+def write_dumps(folder: str, rank: int, stacks: int, collectives: int) -> None:
     """Write the dumps. Print the stacks if they cannot be written."""
     for file, fd in zip(dumps_of(folder, rank), (stacks, collectives), strict=True):
         if not (content := os.pread(fd, os.fstat(fd).st_size, 0)):
@@ -131,4 +131,4 @@ if __name__ == "__main__":
     rank, places = int(sys.argv[2]), [int(word) for word in sys.argv[6:]]
     with open(int(sys.argv[1]), "rb", buffering=0) as given:
         stand(given, rank, float(sys.argv[3]), float(sys.argv[4]), places[0])
-    save(sys.argv[5], rank, *places)
+    write_dumps(sys.argv[5], rank, *places)
