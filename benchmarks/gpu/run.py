@@ -69,7 +69,7 @@ STEPS = (
     Step("speed", "hybrid", 80, is_timed=True),
     Step("kernels", "experts", 45, is_timed=True),
     Step("offload", "offload", 70, is_timed=True),
-    Step("sampling", "rl_with_vllm", 110, is_timed=True),
+    Step("sampling", "rl_with_vllm", 190, is_timed=True),
     Step("speed", "engine", 60, is_timed=True),
     Step("machine", "attention", 30, is_timed=True),
 )

@@ -25,6 +25,10 @@ HYBRID: dict[str, Any] = {"family": "qwen3_5", "linear_key_dim": 64, "linear_val
 PROMPTS, STEPS = 8, 4
 # Random answers differ in it, so that each step changes the weights.
 REWARD = "def vowels(record, answer):\n    return sum(map(answer.count, 'aeiou')) / 16\n"
+SENDING = "weights of the engines"  # the phase
+HOST = """from megatron_vlm.engines.weight_stream import SharedBuffer
+SharedBuffer.memory_for = lambda self, device, gpus: (self.memory, {})
+"""
 _DIFFERENCE = re.compile(r"of a log-prob: ([^\s,]+)")
 
 
@@ -72,26 +76,42 @@ def agree(figures: Figures) -> None:
 
 
 def rl_with_vllm(figures: Figures) -> None:
-    """Learn from samples of vLLM on the same device, which gets the weights of each step."""
+    """Learn from samples of vLLM on the same device, which gets the weights of each step: through
+    memory of the GPU that both share, and through memory of the host."""
     python, folder = _vllm(figures), figures.scratch / "rl_with_vllm"
-    model, run = str(folder / "model"), folder / "run"
     folder.mkdir()
-    write_tiny(model, TinySpec(**SIZES))
-    words = ["model=tiny_cpu", f"model.path={model}", f"data.train={write_set(folder, PROMPTS)}"]
+    write_tiny(str(folder / "model"), TinySpec(**SIZES))
+    (folder / "reward.py").write_text(REWARD)
+    data = write_set(folder, PROMPTS)
+    words = ["model=tiny_cpu", f"model.path={folder}/model", f"data.train={data}"]
     words += ["data.cache_dir=null", "data.max_tokens=300", f"platform={figures.platform}"]
     words += [f"train.precision={_precision(figures)}", f"train.steps={STEPS}"]
     words += ["train.global_batch_size=4", "rl.samples=4", "rl.max_new_tokens=16", "optim.lr=1e-3"]
-    (folder / "reward.py").write_text(REWARD)
-    words += [f"rl.reward={folder}/reward.py:vowels", "engine.name=vllm", f"run={run}"]
-    words += [f"engine.python={python}", "launch.processes=1", "checkpoint.export=false"]
+    words += [f"rl.reward={folder}/reward.py:vowels", "engine.name=vllm", "checkpoint.export=false"]
     options = "skip_mm_profiling:true" + ("" if figures.dry else ",gpu_memory_utilization:0.3")
-    done = _command("rl", *words, f"engine.options={{{options}}}")
-    figures.check("status", done.returncode, 0)
+    words += [f"engine.python={python}", f"engine.options={{{options}}}"]
+    _learn(figures, [*words, f"run={folder}/host"], folder / "host", HOST)
+    if figures.dry:
+        figures.say("GPU's memory", "not run: it needs a GPU")
+    else:
+        _learn(figures, [*words, f"run={folder}/gpu"], folder / "gpu", "")
+
+
+def _learn(figures: Figures, words: list[str], run: Path, before: str) -> None:
+    """Run `rl` as one rank after some Python. With weights that did not arrive, log-probs would be
+    far apart from the second step on."""
+    way = "host's memory" if before else "GPU's memory"
+    code = f"{before}import runpy; runpy.run_module('megatron_vlm.rl', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, *words], check=False)
+    figures.check(f"{way}: status", done.returncode, 0)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     bound = BOUNDS["float32" if figures.dry else "bfloat16"]
     apart = [line["apart"] for line in lines if line["kind"] == "rl"]
-    figures.check("log-probs of samples, apart", max(apart), bound)
-    norms = [line["grad_norm"] for line in lines if line["kind"] == "step"]
-    figures.check("steps that learnt nothing", norms.count(0), 0)
-    seconds = [line["seconds"] for line in lines if line["kind"] == "step"]
-    figures.say("seconds_of_a_step", median(seconds[1:]))
+    figures.check(f"{way}: log-probs of samples, apart", max(apart), bound)
+    steps = [line for line in lines if line["kind"] == "step"]
+    idle = [line["grad_norm"] for line in steps].count(0)
+    figures.check(f"{way}: steps that learnt nothing", idle, 0)
+    figures.say(f"{way}: seconds of a step", median(line["seconds"] for line in steps[1:]))
+    phases = [line["seconds"] for line in lines if line["kind"] == "usage"]
+    spent = [each[SENDING] for each in phases if SENDING in each]
+    figures.say(f"{way}: seconds of sending the weights", sum(spent) / STEPS)
