@@ -12,7 +12,7 @@ UV := $(shell command -v uv)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1)/bin/pip install --quiet --no-compile)
 
-.PHONY: setup fla-env trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env chat-env tinker wheels gpu gpu-dry demo demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
+.PHONY: setup fla-env trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env chat-env tinker wheels gpu gpu-dry demo demo-gemma4 demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
 
 setup: .venv/ready
 
@@ -25,6 +25,9 @@ setup: .venv/ready
 demo: setup
 	rm -rf .demo
 	$(BIN)/python scripts/demo.py .demo $(MODEL)
+
+demo-gemma4:
+	$(MAKE) demo MODEL=gemma4
 
 # The model of `make demo`, which is made where it is not there, learns something new.
 demo-dpo: setup

@@ -27,7 +27,7 @@ class WatchdogProcess:
     def __init__(self, rank: int, every_s: float, timeout_s: float, folder: str = ""):
         reading, self.writing = os.pipe()
         os.set_blocking(self.writing, False)
-        self.stacks, self.collectives = (os.memfd_create("watchdog") for _ in range(2))
+        self.stacks, self.collectives = _file_in_memory(), _file_in_memory()
         faulthandler.register(_ASK, self.stacks)
         fds = (reading, self.stacks, self.collectives)
         words = map(str, (reading, rank, every_s, timeout_s, folder, *fds[1:]))
@@ -69,6 +69,16 @@ class WatchdogProcess:
         faulthandler.unregister(_ASK)
         os.close(self.stacks)
         os.close(self.collectives)
+
+
+def _file_in_memory() -> int:
+    """Return the descriptor of a new file, which on macOS is an unnamed one of a disk."""
+    if sys.platform == "linux":
+        return os.memfd_create("watchdog")
+    import tempfile  # as many milliseconds as all the rest
+
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def dumps_of(folder: str, rank: int) -> tuple[str, str]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megatron_vlm.cli import main
 from megatron_vlm.commands.demo.coloured_shapes import (
     COLOURS,
     FACTS,
@@ -249,6 +250,10 @@ def test_a_set_can_be_narrowed(tmp_path):
         assert open_image(tmp_path / "one" / path).size == (96, 96)
         assert len(look(tmp_path / "one" / path)) == 1
     assert (tmp_path / "one" / "eval.jsonl").read_text() == ""
+    words = ["--train", "5", "--eval", "0", "--sides", "120"]
+    main(["demo", "shapes", *words, "--out", str(tmp_path / "large")])
+    images = list((tmp_path / "large" / "images").iterdir())
+    assert {open_image(path).size for path in images} == {(120, 120)}
     write_shapes(tmp_path / "nine", ShapesSpec(20, 0, 0, 1, ("count",), 9, (96,)))
     assert {reply for r in records(tmp_path / "nine", "train") for _, reply in turns(r)} > {
         "8",

@@ -33,6 +33,10 @@ def add_shapes_arguments(parser: argparse.ArgumentParser) -> None:
         ("--seed", 0, "of the pictures and questions"),
     ):
         parser.add_argument(option, type=int, default=default, metavar="N", help=text)
+    sides = "pixels of a side of a picture, one of these (64 96 100)"
+    parser.add_argument(
+        "--sides", type=int, nargs="+", default=[64, 96, 100], metavar="N", help=sides
+    )
 
 
 def shapes(args: argparse.Namespace) -> None:
@@ -43,7 +47,8 @@ def shapes(args: argparse.Namespace) -> None:
     """
     from megatron_vlm.commands.demo.coloured_shapes import ShapesSpec, write_shapes
 
-    write_shapes(args.out, ShapesSpec(args.train, args.eval, args.easy, args.seed))
+    counts = (args.train, args.eval, args.easy, args.seed)
+    write_shapes(args.out, ShapesSpec(*counts, sides=tuple(args.sides)))
     print(escape_controls(f"wrote {args.out}"))
 
 

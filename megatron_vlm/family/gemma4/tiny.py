@@ -147,10 +147,11 @@ def _change_weights(model: Any, spec: TinySpec) -> None:
     layers, the tower's last step and its position embeddings. The norms of queries and keys are
     halved, since scores have no other scale."""
     generator = torch.Generator().manual_seed(spec.seed)
+    scale = 0.1 if spec.from_scratch else 0.3
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("position_embedding_table"):
-                param.copy_(0.3 * torch.randn(param.shape, generator=generator))
+                param.copy_(scale * torch.randn(param.shape, generator=generator))
             elif name.endswith(("q_norm.weight", "k_norm.weight")):
                 param.mul_(0.5)
         for name, buffer in model.named_buffers():
