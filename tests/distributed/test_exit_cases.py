@@ -193,7 +193,7 @@ def test_nothing_outlives_a_killed_launcher(folder, tiny):
 def test_nothing_outlives_ranks_that_hang(to_launcher, words, folder, tiny):
     """They cannot save: one of them is stopped, and the other waits for it. The launcher, or the
     first one to notice, ends the others."""
-    watched = ("launch.timeout_minutes=0.3",) if words else ()
+    watched = ("launch.timeout_minutes=0.5",) if words else ()
     job = PipedJob(folder, tiny(), f"hanging-{len(to_launcher)}", *watched)
     os.kill(job.marked.pid_of(1), signal.SIGSTOP)
     time.sleep(1)  # until the other rank waits for it in a collective
