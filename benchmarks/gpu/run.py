@@ -31,7 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 FIGURES, LOG = "figures.jsonl", "log.txt"
-MAX_TOGETHER, TOGETHER_DRY = 12, 2
+MAX_TOGETHER, TOGETHER_DRY = 13, 2
 NOT_RUN = 77  # the exit status of a step without its program or device, as in step.py
 FEW_THREADS = "2"  # for steps that run together
 LEAST = 10  # minimum of seconds for which a step is worth starting
@@ -63,13 +63,14 @@ STEPS = (
     Step("sampling", "agree", 180),
     Step("correct", "demo", 200),
     Step("correct", "reinforcement", 200),
+    Step("sampling", "rl_through_host", 110),
     Step("parity", "nccl", 180),
     Step("speed", "whole", 120, is_timed=True),
     Step("speed", "stack", 80, is_timed=True),
     Step("speed", "hybrid", 80, is_timed=True),
     Step("kernels", "experts", 45, is_timed=True),
     Step("offload", "offload", 70, is_timed=True),
-    Step("sampling", "rl_with_vllm", 190, is_timed=True),
+    Step("sampling", "rl_with_vllm", 110, is_timed=True),
     Step("speed", "engine", 60, is_timed=True),
     Step("machine", "attention", 30, is_timed=True),
 )

@@ -76,42 +76,44 @@ def agree(figures: Figures) -> None:
 
 
 def rl_with_vllm(figures: Figures) -> None:
-    """Learn from samples of vLLM on the same device, which gets the weights of each step: through
-    memory of the GPU that both share, and through memory of the host."""
-    python, folder = _vllm(figures), figures.scratch / "rl_with_vllm"
+    """Learn from samples of vLLM on the same device, which gets the weights of each step through
+    memory that both share: the GPU's, or on a CPU the host's."""
+    _learn(figures, "")
+
+
+def rl_through_host(figures: Figures) -> None:
+    """Learn so with weights that pass through the host's memory."""
+    if figures.dry:
+        raise MissingError("a GPU: without one, rl_with_vllm has taken this way")
+    _learn(figures, HOST)
+
+
+def _learn(figures: Figures, before: str) -> None:
+    """Run `rl` as one rank after some Python. With weights that did not arrive, log-probs would be
+    far apart from the second step on."""
+    python, folder = _vllm(figures), figures.scratch / ("through_host" if before else "rl")
     folder.mkdir()
     write_tiny(str(folder / "model"), TinySpec(**SIZES))
     (folder / "reward.py").write_text(REWARD)
-    data = write_set(folder, PROMPTS)
-    words = ["model=tiny_cpu", f"model.path={folder}/model", f"data.train={data}"]
+    data, run = write_set(folder, PROMPTS), folder / "run"
+    words = ["model=tiny_cpu", f"model.path={folder}/model", f"data.train={data}", f"run={run}"]
     words += ["data.cache_dir=null", "data.max_tokens=300", f"platform={figures.platform}"]
     words += [f"train.precision={_precision(figures)}", f"train.steps={STEPS}"]
     words += ["train.global_batch_size=4", "rl.samples=4", "rl.max_new_tokens=16", "optim.lr=1e-3"]
     words += [f"rl.reward={folder}/reward.py:vowels", "engine.name=vllm", "checkpoint.export=false"]
     options = "skip_mm_profiling:true" + ("" if figures.dry else ",gpu_memory_utilization:0.3")
     words += [f"engine.python={python}", f"engine.options={{{options}}}"]
-    _learn(figures, [*words, f"run={folder}/host"], folder / "host", HOST)
-    if figures.dry:
-        figures.say("GPU's memory", "not run: it needs a GPU")
-    else:
-        _learn(figures, [*words, f"run={folder}/gpu"], folder / "gpu", "")
-
-
-def _learn(figures: Figures, words: list[str], run: Path, before: str) -> None:
-    """Run `rl` as one rank after some Python. With weights that did not arrive, log-probs would be
-    far apart from the second step on."""
-    way = "host's memory" if before else "GPU's memory"
     code = f"{before}import runpy; runpy.run_module('megatron_vlm.rl', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code, *words], check=False)
-    figures.check(f"{way}: status", done.returncode, 0)
+    figures.check("status", done.returncode, 0)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     bound = BOUNDS["float32" if figures.dry else "bfloat16"]
     apart = [line["apart"] for line in lines if line["kind"] == "rl"]
-    figures.check(f"{way}: log-probs of samples, apart", max(apart), bound)
+    figures.check("log-probs of samples, apart", max(apart), bound)
     steps = [line for line in lines if line["kind"] == "step"]
     idle = [line["grad_norm"] for line in steps].count(0)
-    figures.check(f"{way}: steps that learnt nothing", idle, 0)
-    figures.say(f"{way}: seconds of a step", median(line["seconds"] for line in steps[1:]))
+    figures.check("steps that learnt nothing", idle, 0)
+    figures.say("seconds_of_a_step", median(line["seconds"] for line in steps[1:]))
     phases = [line["seconds"] for line in lines if line["kind"] == "usage"]
     spent = [each[SENDING] for each in phases if SENDING in each]
-    figures.say(f"{way}: seconds of sending the weights", sum(spent) / STEPS)
+    figures.say("seconds_of_sending_weights", sum(spent) / STEPS)
