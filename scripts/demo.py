@@ -38,7 +38,10 @@ SETTINGS = {
     "gemma4": ["optim.name=muon", "optim.muon_lr=5e-3", "parallel.pp=1", "launch.processes=2"]
 }
 # Gemma scales a picture to its tokens: where sides differ, two shapes may look as large as three.
-SHAPES = {"gemma4": "--easy 4800 --train 36000 --sides 96 100 104"}
+SHAPES = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_5"), "--easy 3200 --train 21000 --eval 200"),
+    "gemma4": "--easy 4800 --train 36000 --eval 200 --sides 96 100 104",
+}
 
 
 def run(*words: str) -> None:
@@ -128,9 +131,8 @@ def main(out: Path, family: str = "qwen3_vl") -> int:
     """Make, train, export, reload and compare; return the exit status."""
     logging.disable_progress_bar()
     start = time.perf_counter()
-    records = SHAPES.get(family, "--easy 3200 --train 21000")
     run("demo", "tiny", "--out", f"{out}/base", *TINY[family].split(), *COMMON.split())
-    run("demo", "shapes", "--out", f"{out}/shapes", "--eval", "200", *records.split())
+    run("demo", "shapes", "--out", f"{out}/shapes", *SHAPES[family].split())
     shapes = f"{out}/shapes"
     data = [
         f"data.train=[{shapes}/easy.jsonl,{shapes}/train.jsonl]",

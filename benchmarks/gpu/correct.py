@@ -109,7 +109,7 @@ def demo(figures: Figures) -> None:
     """Train the model of `make demo` on this device in bf16, and ask it about held-out pictures."""
     home = figures.scratch / "demo"
     _cli("demo", "tiny", "--out", f"{home}/base", *f"{DEMO.TINY['qwen3_vl']} {DEMO.COMMON}".split())
-    _cli("demo", "shapes", "--out", f"{home}/shapes", *DEMO.SHAPES.split())
+    _cli("demo", "shapes", "--out", f"{home}/shapes", *DEMO.SHAPES["qwen3_vl"].split())
     data = [f"data.train=[{home}/shapes/easy.jsonl,{home}/shapes/train.jsonl]"]
     data += [f"data.eval={home}/shapes/eval.jsonl", "data=shapes"]
     device = [f"platform={figures.platform}", "train.precision=auto"]

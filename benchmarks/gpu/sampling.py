@@ -91,10 +91,8 @@ def rl_through_host(figures: Figures) -> None:
 def _learn(figures: Figures, before: str) -> None:
     """Run `rl` as one rank after some Python. With weights that did not arrive, log-probs would be
     far apart from the second step on."""
-    python, folder = (
-        _vllm(figures),
-        figures.scratch / ("rl_through_host" if before else "rl_with_vllm"),
-    )
+    python = _vllm(figures)
+    folder = figures.scratch / ("rl_through_host" if before else "rl_with_vllm")
     folder.mkdir()
     write_tiny(str(folder / "model"), TinySpec(**SIZES))
     (folder / "reward.py").write_text(REWARD)
