@@ -34,9 +34,7 @@ TINY = {
 }
 # With AdamW fewer than half of Gemma's answers about shapes are right after 900 steps. Its tower
 # takes most of the time, so two processes share the batch instead of the layers.
-SETTINGS = {
-    "gemma4": ["optim.name=muon", "optim.muon_lr=5e-3", "parallel.pp=1", "launch.processes=2"]
-}
+SETTINGS = {"gemma4": ["optim.name=muon", "optim.muon_lr=5e-3", "launch.processes=2"]}
 # Gemma scales a picture to its tokens: where sides differ, two shapes may look as large as three.
 SHAPES = {
     **dict.fromkeys(("qwen3_vl", "qwen3_5"), "--easy 3200 --train 21000 --eval 200"),
@@ -140,11 +138,11 @@ def main(out: Path, family: str = "qwen3_vl") -> int:
     ]
     run(
         "train",
-        *("model=tiny_cpu", f"model.path={out}/base", "parallel.pp=2"),
+        *("model=tiny_cpu", f"model.path={out}/base"),
         "data=shapes",
         *data,
         "train=demo",
-        *SETTINGS.get(family, []),
+        *SETTINGS.get(family, ["parallel.pp=2"]),
         f"run={out}/run",
     )
     print("\nThe exported checkpoint in transformers:")
