@@ -38,6 +38,7 @@ def train(cfg: Config, signals: "Signals | None" = None) -> int:
         from megatron_vlm.run.run import Run
 
         with Run.open(cfg, watchdog, signals) as run:
+            run.begin()
             return run.to_the_end(partial(train_step, run))
 
 

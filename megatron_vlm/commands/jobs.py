@@ -9,7 +9,7 @@ from megatron_vlm.config.arguments import add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.run.log_sinks import check_sinks
-from megatron_vlm.run.saved_config import check_unnamed, with_commit, with_model
+from megatron_vlm.run.saved_config import check_unnamed, saved_config, with_commit, with_model
 from megatron_vlm.training.preflight import check_run
 
 
@@ -96,7 +96,7 @@ def train_(args: argparse.Namespace) -> int:
     if args.dry_run:
         from megatron_vlm.commands.dry_run.command import dry_run
 
-        return dry_run(cfg, args.gpus, args.memory)
+        return dry_run(with_model(cfg, False, saved), args.gpus, args.memory)
     from megatron_vlm.distributed.launch.launch import launch
     from megatron_vlm.train import run_train
 
@@ -139,7 +139,7 @@ def rl(args: argparse.Namespace) -> int:
     if args.dry_run:
         from megatron_vlm.commands.dry_run.rl_dry_run import rl_dry_run
 
-        return rl_dry_run(cfg, args.gpus, args.memory)
+        return rl_dry_run(with_model(cfg, False, saved), args.gpus, args.memory)
     cfg = with_model(cfg, saved=saved)
     return launch(cfg, "megatron_vlm.rl", run_rl, with_commit(arguments, cfg))
 
@@ -195,9 +195,10 @@ def serve(args: argparse.Namespace) -> int:
     check_serve(cfg)
     check_engine(cfg, "serve")
     check_run(cfg, args.gpus)
+    saved = saved_config(Path(cfg.run))
     if args.dry_run:
         from megatron_vlm.commands.dry_run.serve_dry_run import serve_dry_run
 
-        return serve_dry_run(cfg, args.gpus, args.memory)
-    cfg = with_model(cfg)
+        return serve_dry_run(with_model(cfg, False, saved), args.gpus, args.memory)
+    cfg = with_model(cfg, saved=saved)
     return launch(cfg, "megatron_vlm.serve", run_serve, with_commit(arguments, cfg))

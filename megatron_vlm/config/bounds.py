@@ -63,7 +63,8 @@ def check_bounds(settings: Any, prefix: str = "") -> None:
         elif get_origin(kind) is Literal and value not in get_args(kind):
             raise ConfigError(key=key, found=value, allowed=get_args(kind))
         if (allowed := violated_range(kind, value)) is not None:
-            raise ConfigError(key=key, found=value, allowed=str(allowed))
+            or_null = ", or null" * (type(None) in get_args(kind))
+            raise ConfigError(key=key, found=value, allowed=f"{allowed}{or_null}")
 
 
 def violated_range(kind: Any, value: Any) -> Range | None:

@@ -13,7 +13,9 @@ and a restart, then have the same configuration even if the file changes in the 
 import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_vlm.config.group_values import group_names, meant_by_value, recipes_of
@@ -21,9 +23,12 @@ from megatron_vlm.config.key_hints import is_of_other_trainer, unknown_key_error
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH, YamlText
 from megatron_vlm.errors import ConfigError, DataError, gather_errors
-from megatron_vlm.io.untrusted import home_path, require_file
+from megatron_vlm.io.atomic import read_mark
+from megatron_vlm.io.untrusted import UntrustedFile, home_path, require_file
 
 MAX_CONFIG_BYTES = 2**16
+_MAX_LINE = 2**16  # bytes of the first line of a log
+_SHOWN = 6  # unknown keys that are named
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ class ConfigFile:
                 recipes = _recipes(document, node)
             else:
                 found += _leaves(document, key.value, key, node, refused)
+        if refused and Path(name).name == "config.yaml" and read_mark(Path(name).parent):
+            raise foreign_keys_error(Path(name), [error.key for error in refused])
         if refused:
             raise gather_errors(refused)
         for full, place, leaf in found:
@@ -129,6 +136,26 @@ class ConfigFile:
             if is_at_fault and key not in overridden:
                 return error.within(f"{self.name}, line {line}")
         return error
+
+
+def foreign_keys_error(file: Path, keys: Sequence[str]) -> ConfigError:
+    """Return the error on the config.yaml of a run that has keys of another version."""
+    shown = ", ".join(keys[:_SHOWN]) + f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN)
+    problem = "are keys" if len(keys) > 1 else "is a key"
+    remedy = version_remedy(file.parent)
+    return ConfigError(f"{problem} of another version", place=str(file), key=shown, remedy=remedy)
+
+
+def version_remedy(folder: Path) -> str:
+    """Return what to do about a run that this version cannot continue. The version that began it
+    is in the log of the run, of which `folder` may be a checkpoint."""
+    run = folder.parents[1] if folder.parent.name == "checkpoints" else folder
+    log, version = UntrustedFile(str(run / "metrics.jsonl")), "the version that began it"
+    with suppress(DataError), log.wrap_errors("not as it was written"):
+        start = log.parse(log.read_beginning(_MAX_LINE).splitlines()[0])
+        number, day = start["versions"]["megatron_vlm"], start["time"]
+        version = f"megatron_vlm {number:.20}, which began it on {day:.10}"
+    return f"finish the run with {version}, or give another folder"
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import is_dataclass
 
 from megatron_vlm.config.group_values import group_names, setting_of
-from megatron_vlm.config.moved_keys import MOVED_KEYS
 from megatron_vlm.config.other_trainers import NAME_FAMILIES, OTHER_SENTENCES, SAME_KEYS, SECTIONS
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_value
 
-_KEYS = {name: key for key, names in SAME_KEYS.items() for name in names.split()}
+_ANSWERS = {key.replace(".", "_"): key for key in leaves()} | OTHER_SENTENCES
+_ANSWERS |= {name: key for key, names in SAME_KEYS.items() for name in names.split()}
 
 
 def unknown_key_error(key: str) -> ConfigError:
@@ -28,6 +28,7 @@ def hint(wrong: str) -> str:
         return text
     group, _, name = wrong.partition(".")
     groups = group_names()
+    group = name if name in groups else group
     if name and group in groups:
         return f"the keys of {group} are {', '.join(_names_of(group))}"
     return f"the groups of keys are {', '.join(groups)}: see megatron-vlm train --help"
@@ -47,13 +48,13 @@ def counterpart_of(name: str) -> str | None:
 def similar_keys(wrong: str) -> Sequence[str]:
     """Return the keys that were most likely meant, or an empty sequence if nothing is near."""
     wrong = _plain(wrong)
-    if wrong in MOVED_KEYS:
-        return []
     if wrong in leaves():
         return [wrong]
     if known := _known_elsewhere(wrong):
         return [known] if known in leaves() else []
     group, _, last = wrong.rpartition(".")
+    if group and last in group_names():
+        return []
     if same_name := [key for key in leaves() if "." in key and key.rpartition(".")[2] == last]:
         near_keys = [key for key in same_name if _are_near(group, key.rpartition(".")[0])]
         return near_keys or same_name
@@ -71,10 +72,8 @@ def _are_near(group: str, other: str) -> bool:
 
 
 def hint_sentence(wrong: str) -> str | None:
-    """Return a sentence on a key of other trainers or of a former version, or None."""
+    """Return a sentence on a key of other trainers, or None."""
     wrong = _plain(wrong)
-    if moved := MOVED_KEYS.get(wrong):
-        return moved.answer
     if known := _known_elsewhere(wrong):
         return None if known in leaves() else known
     return _section_sentence(wrong, OTHER_SENTENCES)
@@ -114,7 +113,7 @@ def _known_elsewhere(wrong: str) -> str | None:
     for name in _spellings(wrong):
         if "." in name and name in leaves():
             return name
-        if found := _KEYS.get(name) or OTHER_SENTENCES.get(name):
+        if found := _ANSWERS.get(name):
             return found
     last = wrong.rpartition(".")[2]
     return next((text for start, text in NAME_FAMILIES.items() if last.startswith(start)), None)

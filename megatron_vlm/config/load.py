@@ -19,12 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from megatron_vlm.config.checks import check_values
-from megatron_vlm.config.config_file import ConfigFile
+from megatron_vlm.config.config_file import ConfigFile, foreign_keys_error, version_remedy
 from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.group_values import config_dir, group_names
 from megatron_vlm.config.key_hints import unknown_key_error
 from megatron_vlm.config.load_errors import explain, recipe_errors
-from megatron_vlm.config.moved_keys import with_todays_keys
 from megatron_vlm.config.schema import MAPPINGS, Config, get, key_types
 from megatron_vlm.config.searched_keys import without_given
 from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH
@@ -76,31 +75,40 @@ def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None 
         changes = OmegaConf.from_dotlist([_plain_override(override) for override in overrides])
         schema = OmegaConf.structured(_schema_class())
         values = {} if file is None else file.values_by_group()
-        saved: Any = OmegaConf.to_container(OmegaConf.create(text))
-        if isinstance(saved, dict):
-            saved = with_todays_keys(saved)
-        return _build_config(OmegaConf.merge(schema, saved, values, changes))
+        return _build_config(OmegaConf.merge(schema, OmegaConf.create(text), values, changes))
 
 
 def read_saved(
     folder: Path, overrides: Sequence[str] = (), file: ConfigFile | None = None
 ) -> Config:
     """Read the config.yaml of a run or of a checkpoint, with changes as in `from_yaml`."""
-    saved = UntrustedFile(
-        str(folder / "config.yaml"), ConfigError, "give a run or a checkpoint of this version"
-    )
+    path = folder / "config.yaml"
+    saved = UntrustedFile(str(path), ConfigError, "give a run or a checkpoint of this version")
     text = saved.text(_MAX_SAVED_BYTES)
     with saved.wrap_errors("not a configuration"):
+        if unknown := list(_unknown_keys(text)):
+            raise foreign_keys_error(path, unknown)
         try:
             cfg = from_yaml(text)
         except ConfigError as error:
             default_remedy = "" if error.allowed is None else f"give {show_choices(error.allowed)}"
-            remedy = "; ".join(filter(None, (error.remedy or default_remedy, saved.remedy)))
+            first = error.remedy or default_remedy
+            remedy = "; ".join(filter(None, (first, version_remedy(folder))))
             fields = error.within(saved.name).fields() | {"remedy": remedy}
             raise ConfigError(**fields) from error
     if overrides or file:
         cfg = from_yaml(text, overrides, file)
     return replace(cfg, model=replace(cfg.model, path=beside_run(cfg.model.path, folder)))
+
+
+def _unknown_keys(text: str) -> Iterator[str]:
+    """Yield the keys of a saved configuration that this version does not have."""
+    kinds = key_types()
+    saved: Any = OmegaConf.to_container(OmegaConf.create(text))
+    for name, part in saved.items():
+        is_group = is_dataclass(kinds.get(name)) and isinstance(part, dict)
+        keys = [f"{name}.{inner}" for inner in part] if is_group else [name]
+        yield from (key for key in keys if key not in kinds)
 
 
 def _refuse_recipes(overrides: Sequence[str]) -> None:

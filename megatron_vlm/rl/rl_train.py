@@ -32,6 +32,7 @@ def learn(cfg: Config, signals: "Signals | None" = None) -> int:
             Run.open(cfg, watchdog, signals, prompts_only=True) as run,
             RlTrainer.open(run) as trainer,
         ):
+            run.begin()
             if run.progress.step == 0 and needs_held_out_rewards(cfg):
                 run.evaluate()  # what the model gets before it learns
             return run.to_the_end(partial(learn_step, trainer))

@@ -93,13 +93,13 @@ class CheckpointManager:
                 f"megatron-vlm export {origin} DIR, model.path=DIR",
             )
         with fail_together(device, CheckpointError):
-            others = changed_inputs(origin, progress.frozen, self.frozen)
+            changed += changed_inputs(origin, progress.frozen, self.frozen)
+            changed = list(dict.fromkeys(changed))
+            if dist.get_rank() == 0:
+                self._go_on_from(origin)
+                self.remarks += [f"resumed with {change}" for change in changed]
+                self.remarks += changed_since(origin, self.cfg, changed)
         self.saved_step = progress.step
-        if dist.get_rank() == 0:
-            self._go_on_from(origin)
-            changed = list(dict.fromkeys([*changed, *others]))
-            self.remarks += [f"resumed with {change}" for change in changed]
-            self.remarks += changed_since(origin, self.cfg, changed)
         progress = self._with_own_best(progress)
         self.best_step = progress.best_step
         return progress

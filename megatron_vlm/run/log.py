@@ -52,13 +52,6 @@ class RunLog:
         self.began = time.monotonic()
         if not self.speaks:
             return
-        run = Path(self.cfg.run)
-        run.mkdir(parents=True, exist_ok=True)
-        self.sinks.append(JsonLines(run / "metrics.jsonl"))
-        if self.cfg.log.tensorboard:
-            self.sinks.append(TensorBoard(run / "tensorboard"))
-        if self.cfg.log.wandb is not None:
-            self.sinks.append(WandB(self.cfg))
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             draw = self._draw_progress
             self.live = Live(console=self.console, get_renderable=draw, refresh_per_second=4)
@@ -132,6 +125,13 @@ class RunLog:
         return round(time.monotonic() - self.began, 3)
 
     def _write(self, line: Line) -> None:
+        if self.speaks and not self.sinks:  # with the first line, since a start may be refused
+            run = Path(self.cfg.run)
+            self.sinks.append(JsonLines(run / "metrics.jsonl"))
+            if self.cfg.log.tensorboard:
+                self.sinks.append(TensorBoard(run / "tensorboard"))
+            if self.cfg.log.wandb is not None:
+                self.sinks.append(WandB(self.cfg))
         for sink in self.sinks:
             sink.write(line)
 

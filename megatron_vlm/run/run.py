@@ -93,10 +93,10 @@ class Run:
         opened.callback(self.profiler.close)
         self.meter, self.guard = Meter(platform), NonFiniteGuard(cfg)
         self.interval, self.is_interval_over = DefaultInterval(platform.device), False
-        self._announce(length, prompts_only)
-        serving = serving_remark(cfg, worker.adapted)
-        for remark in filter(None, [planned, serving, *self.saver.remarks]):
-            self.log.event(self.resumed_step, remark)
+        self.reports = stage_reports(cfg, worker.dims, worker.table)
+        if self.log.speaks:
+            self._announce(length, prompts_only)
+        self.remarks = [planned, serving_remark(cfg, worker.adapted), *self.saver.remarks]
         signals.can_save = True
 
     @staticmethod
@@ -151,13 +151,17 @@ class Run:
         return True
 
     def _announce(self, length: str, prompts_only: bool) -> None:
-        worker, dims = self.worker, self.worker.dims
-        reports = stage_reports(self.cfg, dims, worker.table)
+        worker, reports, sets = self.worker, self.reports, self.evaluator.sets
         where = f"{worker.platform.name}, {worker.chunks[0].config.params_dtype}"
-        if self.log.speaks:
-            self.log.say(layout_table(self.cfg, where, reports))
-            sets = self.evaluator.sets
-            self.log.say(describe_start(worker, self.feeder, sets, reports, length, prompts_only))
+        self.log.say(layout_table(self.cfg, where, reports))
+        self.log.say(describe_start(worker, self.feeder, sets, reports, length, prompts_only))
+
+    def begin(self) -> None:
+        """Write what the folder has from the start of the run on. Until then, a start that is
+        refused leaves the folder as it was."""
+        worker, dims, reports = self.worker, self.worker.dims, self.reports
+        if self.saver.claim is not None:
+            self.saver.claim.begin(self.cfg)
         self.log.start(
             step=self.progress.step,
             platform=worker.platform.name,
@@ -178,6 +182,8 @@ class Run:
         for remarks in (self.feeder.remarks, *(each.remarks for each in self.evaluator.sets)):
             for line in remarks.lines:
                 self.log.event(self.progress.step, line)
+        for remark in filter(None, self.remarks):
+            self.log.event(self.resumed_step, remark)
 
     def begin_phase(self, step: int, phase: str, files: bool = False) -> None:
         """Report the step and the phase to the watchdog and to the clock of phases."""

@@ -3,6 +3,9 @@
 job.lock says which job writes the run, or was the last to do so, and how it ended. Its first line
 names the process. The second one is written at the end: `ended`, or `failed: ` with the reason. A
 job that was killed leaves no second line, and the kernel releases its lock.
+
+Nothing else in the folder changes until the run begins, and a start that is refused leaves job.lock
+as it was, too.
 """
 
 import contextlib
@@ -12,9 +15,9 @@ import socket
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,7 +27,7 @@ from megatron_vlm.config.evaluation_checks import held_out_names
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported, exports
 from megatron_vlm.distributed.process import restarts
-from megatron_vlm.errors import ConfigError, sentences
+from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentences
 from megatron_vlm.hf.export_folder import check_replaceable
 from megatron_vlm.io.atomic import (
     MARK,
@@ -51,42 +54,78 @@ _PATIENCE_S = 5  # for an earlier job of the run to release the folder
 _PATIENCE_AFTER_RESTART_S = 60  # A file server releases a dead machine's locks late.
 
 
+@dataclass
+class JobLock:
+    """The lock of the job that writes a run."""
+
+    has_begun: bool = False  # False: an error is the refusal of a start
+    former: list[tuple[Path, bytes, os.stat_result]] = field(default_factory=list)
+
+    def keep(self, path: Path) -> None:
+        """Note the content of a small file, which a refused start puts back."""
+        self.former.append((path, path.read_bytes(), path.stat()))
+
+    def put_back(self) -> None:
+        """Write the files as they were, and remove one that was empty."""
+        for path, content, times in self.former:
+            with contextlib.suppress(OSError):
+                path.write_bytes(content)
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+                if not content:
+                    path.unlink()
+
+
 @dataclass(frozen=True)
 class RunLock:
-    """Facts about the run that its folder holds."""
+    """A run's folder that this job has locked."""
 
     run: str  # id of the run
     last_serial: int  # serial of the last checkpoint when the job first started
+    job: JobLock
+
+    def begin(self, cfg: Config) -> None:
+        """Mark the folder, remove what a crash has left, and write config.yaml."""
+        folder, self.job.has_begun = Path(cfg.run), True
+        with _explain_errors(cfg):
+            write_mark(folder, self.run, kind="run", last_serial=self.last_serial)
+            names = *(folder / "checkpoints").glob("step-*.partial"), folder / "export.partial"
+            discard_partials([*names, folder / "merged.partial"], self.run)
+            write_text(folder / "config.yaml", to_yaml(cfg))
 
 
 @contextmanager
 def held_folder(cfg: Config) -> Iterator[RunLock]:
-    """Claim cfg.run, which is created if necessary, and write config.yaml into it. Anything else in
-    a place where the run would write is refused. Only one rank does this."""
+    """Lock cfg.run, which is created if necessary. Anything else in a place where the run would
+    write is refused. Only one rank does this."""
     folder = Path(cfg.run)
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     with ExitStack() as held:
-        try:
+        with _explain_errors(cfg):
             folder.mkdir(parents=True, exist_ok=True)
+            held.callback(_remove_empty, made)
             _check_free(folder)
             _check_ways(cfg)
-            held.enter_context(hold_job_lock(folder))
-            claim = _claim(folder)
+            claim = _claim(cfg, held.enter_context(hold_job_lock(folder)))
             check_leftovers(folder / "checkpoints", claim.run)
-            discard_partials((folder / "checkpoints").glob("step-*.partial"), claim.run)
-            for name in ("export", "merged"):
-                discard_partials([partial_of(folder / name)], claim.run)
             for target in export_folders(cfg).values():
                 check_partial(partial_of(target), claim.run)
                 check_replaceable(target, claim.run)
-            write_text(folder / "config.yaml", to_yaml(cfg))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot be written: {error.strerror}",
-                key="run",
-                found=cfg.run,
-                allowed="another folder",
-            ) from error
         yield claim
+
+
+@contextmanager
+def _explain_errors(cfg: Config) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}"
+        raise ConfigError(problem, key="run", found=cfg.run, allowed="another folder") from error
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with contextlib.suppress(OSError):  # one that has files stays
+        for folder in folders:
+            folder.rmdir()
 
 
 def export_folders(cfg: Config) -> dict[Exported, Path]:
@@ -141,14 +180,18 @@ def _run_mark(folder: Path) -> dict[str, Any] | None:
     return mark if mark is not None and mark.get("kind") == "run" else None
 
 
-def _claim(folder: Path) -> RunLock:
-    mark = _run_mark(folder)
+def _claim(cfg: Config, job: JobLock) -> RunLock:
+    folder, resume = Path(cfg.run), cfg.checkpoint.resume
+    mark, last = _run_mark(folder), last_serial(Path(cfg.run) / "checkpoints")
     if mark is not None and restarts():
-        return RunLock(mark["run"], mark["last_serial"])
+        return RunLock(mark["run"], min(last, mark["last_serial"]), job)
     run = uuid.uuid4().hex if mark is None else mark["run"]
-    claim = RunLock(run, last_serial(folder / "checkpoints"))
-    write_mark(folder, run, kind="run", last_serial=claim.last_serial)
-    return claim
+    if last and mark is not None and resume not in ("auto", "never"):
+        # A restart after a failure must know, and torchrun restarts after a refusal, too.
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+            job.keep(folder / MARK)
+        write_mark(folder, run, kind="run", last_serial=last)
+    return RunLock(run, last, job)
 
 
 @dataclass(frozen=True)
@@ -161,33 +204,47 @@ class Job:
 
 
 @contextmanager
-def hold_job_lock(folder: Path) -> Iterator[None]:
+def hold_job_lock(folder: Path) -> Iterator[JobLock]:
     """Lock the folder, which one job may write, at most until the process ends."""
-    with open(folder / JOB_LOCK, "a+", encoding="utf-8") as file:
-        until = time.monotonic() + (_PATIENCE_AFTER_RESTART_S if restarts() else _PATIENCE_S)
-        while not try_lock(file.fileno()):
-            if time.monotonic() > until:
-                file.seek(0)
-                raise ConfigError(
-                    f"is being written by another job ({file.read()})",
-                    key="run",
-                    found=str(folder),
-                    remedy="wait for it, stop it, or give another folder",
-                )
-            time.sleep(0.1)
+    path, job = folder / JOB_LOCK, JobLock()
+    with _locked(path) as file:
+        job.keep(path)
         file.truncate(0)
         now = datetime.datetime.now().isoformat(" ", "seconds")
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {now}")
         file.flush()
         try:
-            yield
-        except Exception as error:
-            _write_end(file, _FAILED + _reason(error))
-            raise
-        except BaseException:  # Ctrl-C, or a signal before there was anything to save
-            _write_end(file, _ENDED)
+            yield job
+        except BaseException as error:
+            is_fault = isinstance(error, LostError) or not isinstance(error, MegatronVLMError)
+            if not job.has_begun and not (is_fault and isinstance(error, Exception)):
+                job.put_back()
+            else:
+                reason = _FAILED + _reason(error) if isinstance(error, Exception) else _ENDED
+                _write_end(file, reason)
             raise
         _write_end(file, _ENDED)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[TextIO]:
+    """Open a file that only this process may write. A refused start may just have removed it."""
+    until = time.monotonic() + (_PATIENCE_AFTER_RESTART_S if restarts() else _PATIENCE_S)
+    while True:
+        with open(path, "a+", encoding="utf-8") as file:
+            if try_lock(file.fileno()):
+                if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    yield file
+                    return
+            elif time.monotonic() > until:
+                file.seek(0)
+                raise ConfigError(
+                    f"is being written by another job ({file.read()})",
+                    key="run",
+                    found=str(path.parent),
+                    remedy="wait for it, stop it, or give another folder",
+                )
+        time.sleep(0.1)
 
 
 def read_job(folder: Path) -> Job | None:

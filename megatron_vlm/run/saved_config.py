@@ -1,6 +1,7 @@
 """The configuration that a run begins or continues with, compared with the one in its folder: the
 commit that a name on the Hub meant when the run began, and keys that have changed since."""
 
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,10 @@ from megatron_vlm.config.load import given_keys
 from megatron_vlm.config.schema import Config, get, leaves
 from megatron_vlm.config.teachers import ALL_SOURCES, teachers_of
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.atomic import read_mark
 from megatron_vlm.io.hub import hub_name, pin
 
 _LONGEST = 200  # characters of a value
-_PLAIN: dict[str, Callable[[Any], Any]] = {"data.train": plain_sources, "data.eval": plain_sets}
 # Keys that make a run another experiment, since they change what it learns from, and how. A run may
 # continue for longer.
 _LEARNING = (
@@ -32,19 +33,18 @@ _GOING_ON = frozenset(
 
 
 def saved_config(folder: Path) -> Config | None:
-    """Return the configuration of a run or a checkpoint; None without one of this version."""
-    try:
-        return read_saved(folder)
-    except ConfigError:
+    """Return the configuration of a run or a checkpoint; None where there is none. One with which
+    this version cannot go on is a ConfigError."""
+    if read_mark(folder) is None or not os.path.lexists(folder / "config.yaml"):
         return None
+    return read_saved(folder)
 
 
 def with_model(cfg: Config, weights: bool = True, saved: Config | None = None) -> Config:
     """Return the configuration with the commits in model.path and teacher.path, where these name
     models on the Hub. They are the newest commits when the run begins, and the same ones whenever
-    the run starts again: those of `saved`, which is read if it is not given."""
+    the run starts again: those of `saved`."""
     path = cfg.model.path
-    saved = saved or saved_config(Path(cfg.run))
     if (name := hub_name(path)) is not None and not name.commit:
         before = None if saved is None else hub_name(saved.model.path)
         if before is not None and before.repo == name.repo and before.commit:
@@ -89,11 +89,24 @@ def changes(before: Config, now: Config) -> dict[str, str]:
     """Return the keys whose values differ, each with both values. The key `run` does not count."""
     differences = {}
     for key in leaves():
-        if key != "run" and (values := [get(cfg, key) for cfg in (now, before)])[0] != values[1]:
-            plain = _PLAIN.get(key, lambda value: value)
-            shown = [repr(plain(value))[:_LONGEST] for value in values]
-            differences[key] = f"{key}={shown[0]}, was {shown[1]}"
+        new, old = (_MEANT[key](cfg) if key in _MEANT else get(cfg, key) for cfg in (now, before))
+        if key != "run" and new != old:
+            differences[key] = f"{key}={new!r:.{_LONGEST}}, was {old!r:.{_LONGEST}}"
     return differences
+
+
+def _divergence(cfg: Config) -> str | None:
+    """Return the divergence that distill.divergence means; None without a teacher."""
+    default = "forward" if cfg.train.objective == "distill" else "reverse"
+    return None if cfg.teacher.path is None else cfg.distill.divergence or default
+
+
+# Keys whose values are written in several ways, or mean something only beside other keys.
+_MEANT: dict[str, Callable[[Config], Any]] = {
+    "data.train": lambda cfg: plain_sources(cfg.data.train),
+    "data.eval": lambda cfg: plain_sets(cfg.data.eval),
+    "distill.divergence": _divergence,
+}
 
 
 def changed_since(checkpoint: Path, cfg: Config, reported: Collection[str]) -> Iterator[str]:

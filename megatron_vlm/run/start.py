@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_vlm.config import to_yaml
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agreement import fail_together, store_barrier
 from megatron_vlm.distributed.collectives import broadcast_json
@@ -17,7 +16,6 @@ from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.io.atomic import write_text
 from megatron_vlm.io.printable import size_text
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout, with_layout_of
 from megatron_vlm.planner.first_batches import plan_run
@@ -36,7 +34,7 @@ _PLANNED = ("parallel", "model", "train")  # groups that have keys which the pla
 
 def resolve_layout(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
     """Return the configuration with the layout, equal on all ranks, and on rank 0 a sentence about
-    it. If it must be decided, this is a collective, and config.yaml then has it, too."""
+    it. If it must be decided, this is a collective."""
     if not needs_planning(cfg):
         return cfg, ""
     platform, remark = pick_platform(cfg.platform), ""
@@ -57,8 +55,6 @@ def resolve_layout(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
     values = broadcast_json(values, 0, None, platform.device)
     values["parallel"]["auto"] = tuple(values["parallel"]["auto"])
     cfg = replace(cfg, **{name: replace(getattr(cfg, name), **values[name]) for name in _PLANNED})
-    if dist.get_rank() == 0:
-        write_text(Path(cfg.run) / "config.yaml", to_yaml(cfg))
     return cfg, remark
 
 

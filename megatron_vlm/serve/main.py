@@ -6,6 +6,7 @@ Rank 0 answers clients, and all ranks compute. The configuration is checked befo
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config
@@ -15,8 +16,8 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import FAILED, PREEMPTED, print_to_user, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.engines.engine_kinds import check_engine
-from megatron_vlm.run.run_folder import held_folder
-from megatron_vlm.run.saved_config import with_model
+from megatron_vlm.run.run_folder import RunLock, held_folder
+from megatron_vlm.run.saved_config import saved_config, with_model
 from megatron_vlm.training.preflight import check_run
 from megatron_vlm.version import __version__
 
@@ -35,13 +36,14 @@ def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
         signals = signals or Signals()
         with ExitStack() as opened:
             opened.callback(signals.restore)
+            claim = None
             if rank_of_process() == 0:  # before the slow steps
-                opened.enter_context(held_folder(cfg))
+                claim = opened.enter_context(held_folder(cfg))
             commands = ModelCommands(Models(cfg, watchdog), signals)
             signals.can_save = True
             try:
-                if rank_of_process() == 0:
-                    _lead(cfg, commands, opened)
+                if claim is not None:
+                    _lead(cfg, commands, claim, opened)
                 else:
                     commands.follow()
             except BrokenError as error:  # not an error of the user: a restart helps
@@ -50,7 +52,7 @@ def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
     return PREEMPTED
 
 
-def _lead(cfg: Config, commands: "ModelCommands", opened: ExitStack) -> None:
+def _lead(cfg: Config, commands: "ModelCommands", claim: RunLock, opened: ExitStack) -> None:
     """Run the service on rank 0 until a signal arrives."""
     from megatron_vlm.distributed.agreement import Stopped
     from megatron_vlm.serve.startup import open_service
@@ -60,6 +62,7 @@ def _lead(cfg: Config, commands: "ModelCommands", opened: ExitStack) -> None:
     except Stopped:  # a signal while the engines load
         commands.end()
         return
+    claim.begin(cfg)
     dims = commands.models.base.dims
     print_to_user(
         f"{__version__} serves {cfg.model.path} at {address} (tp={dims.tp} pp={dims.pp} "
@@ -85,4 +88,4 @@ def run_serve(arguments: Sequence[str], signals: "Signals | None" = None) -> int
     check_serve(cfg)
     check_engine(cfg, "serve")
     check_run(cfg)
-    return serve_on_rank(with_model(cfg), signals)
+    return serve_on_rank(with_model(cfg, saved=saved_config(Path(cfg.run))), signals)

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron_vlm.config.data_sources import WITHOUT_EFFECT
-from megatron_vlm.config.moved_keys import MOVED_KEYS, todays_name
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.stream_set import StreamSet
@@ -33,8 +32,7 @@ class Fingerprint:
 
     @staticmethod
     def from_json(saved: Any) -> "Fingerprint":
-        rows = {todays_name(name): value for name, value in saved["rows"].items()}
-        return Fingerprint(saved["order"], rows)
+        return Fingerprint(saved["order"], saved["rows"])
 
     def changed_order(self, now: "Fingerprint") -> list[str]:
         """Return the differences that make a place in this data meaningless in the other data."""
@@ -42,9 +40,8 @@ class Fingerprint:
 
     def changed_rows(self, now: "Fingerprint") -> list[str]:
         """Return the other differences. A key that only one version has makes none."""
-        before = {k: v for k, v in self.rows.items() if k not in MOVED_KEYS}
-        known = {k: v for k, v in now.rows.items() if k in before or not k.startswith(_KEYS)}
-        return list(_changes(before, known))
+        known = {k: v for k, v in now.rows.items() if k in self.rows or not k.startswith(_KEYS)}
+        return list(_changes(self.rows, known))
 
 
 def fingerprint(data: DataSet | StreamSet, cfg: Config) -> Fingerprint:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.config.moved_keys import todays_name
 from megatron_vlm.config.objectives import reference_folder, reference_of
 from megatron_vlm.config.teachers import needs_initial_model, target_folder, teacher_checkpoints
 from megatron_vlm.data.scores.score_index import ScoreIndex
@@ -55,7 +54,7 @@ def frozen_inputs(worker: MegatronWorker, is_rl: bool) -> dict[str, FrozenInput]
 def inputs_from_json(progress: Mapping[str, Any]) -> dict[str, FrozenInput]:
     """Return the inputs in the progress of a checkpoint."""
     saved = progress.get("frozen", {})
-    return {todays_name(key): FrozenInput(**each) for key, each in saved.items()}
+    return {key: FrozenInput(**each) for key, each in saved.items()}
 
 
 def changed_inputs(

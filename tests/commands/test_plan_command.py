@@ -269,7 +269,7 @@ def test_where_nothing_fits_it_says_what_would(eight, capsys):
         (["--efficiency", "60"], "--efficiency=60.0; give a fraction of the peak, above 0 to 1"),
         (["--gpu", "V100"], "--gpu=V100 has no bf16, in which a GPU trains; plan with "),
         (["--gpus", "7"], "train.global_batch_size=4"),
-        (["parallel.cp=2"], "parallel.cp is not a configuration key; leave it out"),
+        (["parallel.cp=2"], "parallel.cp is not a configuration key; there is no context"),
     ],
 )
 def test_mistakes_are_explained(words, said, tiny, capsys):

@@ -92,10 +92,12 @@ def test_states_are_told_by_the_log_and_the_lock(run):
     append(run, event(2, f"{STOPPED} 2 steps; start again to resume"))
     assert state(run).state == "stopped"
     append(run, start(2))
-    with pytest.raises(DataError), hold_job_lock(run):
-        raise DataError("is not as it should be", place="train.jsonl line 3")
-    why = "train.jsonl line 3: is not as it should be"
-    assert (state(run).state, state(run).why) == ("failed", why)
+    for has_begun, expected in ((True, "failed"), (False, "failed"), (True, "failed")):
+        with pytest.raises(DataError), hold_job_lock(run) as job:
+            job.has_begun = has_begun
+            raise DataError("is wrong", place=f"train.jsonl line {int(has_begun)}")
+        why = "train.jsonl line 1: is wrong"  # a start that is refused tells nothing about a run
+        assert (state(run).state, state(run).why) == (expected, why)
     (run / "job.lock").unlink()
     assert state(run).state == "killed"
 

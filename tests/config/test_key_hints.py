@@ -54,9 +54,13 @@ KEYS = {
     "train.step": "train.steps",
     "data.max_token": "data.max_tokens",
     "checkpoint.keep_lsat": "checkpoint.keep_last",
+    "rl.teacher_top_k": "teacher.top_k",
+    "serve.engine_max_len": "engine.max_len",
 }
 SENTENCES = {
     "use_lora": "lora=default trains adapters",
+    "parallel.cp": "there is no context parallelism",
+    "parallel.sequence_parallel": "there is no sequence parallelism",
     "lora.target_modules": "lora.targets is a list",
     "video_max_pixels": "all frames of a video together",
     "per_device_train_batch_size": "train.micro_batch_size is the rows of one pass",
@@ -253,7 +257,7 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
         (["--lr", "1e-5"], "--lr=1e-5: settings are given as KEY=VALUE; write optim.lr=1e-5"),
         (["--model.path", "DIR", "optim.lr=1"], "write model.path=DIR"),
         (["--train.steps", "optim.lr=1"], "write train.steps=VALUE"),
-        (["--train.packing", "true"], "--train.packing=true: .* docs/parallelism.md"),
+        (["--train.packing", "true"], "--train.packing=true: .* rows are never packed"),
         (["optim.lr=1", "--output_dir", "out"], "write run=out"),
         (["--use_lora", "true"], "--use_lora=true: .* lora=default trains adapters"),
         (["--seed", "-1"], "did you mean 'data.seed' or 'train.seed'"),

@@ -22,6 +22,7 @@ from megatron_vlm.run.run_folder import held_folder
 from tests.run.test_sequences import SMALLEST
 from tests.run.test_train import command, go_pooled, run_rank, steps_of
 from tests.support.sets import write_set
+from tests.support.suites import full
 
 FOLDERS = ("export", "merged", "checkpoints", "predictions", "tensorboard", "profile")
 SMALL = ("parallel.pp=1", "train.global_batch_size=2")
@@ -214,6 +215,45 @@ def test_what_is_in_the_way_is_refused_before_the_first_step(theirs, words, fold
     path.write_text("years of work")
     assert words in folder.train(3, status=2)
     assert path.read_text() == "years of work" and not (folder.run / "metrics.jsonl").exists()
+
+
+def all_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Return the names below a folder, and of files the time and the content."""
+    return {
+        str(path): (path.stat().st_mtime_ns, path.read_bytes()) if path.is_file() else (0, b"")
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+REFUSALS = {
+    "lora=default lora.rank=2": "has none",  # by the checkpoint, after the model and the data
+    "data.eval={root}/wrong.jsonl": "wrong.jsonl",
+    "checkpoint.resume=never train.steps=3": "has checkpoints of an earlier one",
+    "optim=muon": "keeps other states",
+    'data.add_tokens=["<new>"]': "is not the [] of the checkpoint",
+    "data.train={root}/other.jsonl": "was trained on other data",
+    "data.train={root}/wrong.jsonl": "wrong.jsonl",
+    "model.path={root}/unlike": "safetensors",
+    "checkpoint.resume={root}": "complete",
+}
+
+
+@pytest.mark.parametrize("cases", [slice(3), full(slice(3, None))], ids=["few", "rest"])
+def test_a_refused_start_changes_nothing(cases, folder):
+    """job.lock, too, is that of the last job that began."""
+    folder.train(3)
+    wrong, unlike = folder.root / "wrong.jsonl", folder.root / "unlike"
+    wrong.write_text('{"messages": 1}\n')
+    records = (folder.root / "train.jsonl").read_text()
+    (folder.root / "other.jsonl").write_text(records.replace("word", "Word"))
+    shutil.copytree(folder.model, unlike, ignore=shutil.ignore_patterns("*.safetensors"))
+    before = all_of(folder.run)
+    for words, said in list(REFUSALS.items())[cases]:
+        assert said in folder.train(5, *words.format(root=folder.root).split(), status=2), words
+        assert all_of(folder.run) == before, words
+    new = (f"run={folder.root / 'new' / 'run'}", f"data.eval={wrong}")
+    assert "wrong.jsonl" in folder.train(3, *new, status=2)
+    assert not (folder.root / "new").exists()
 
 
 @pytest.fixture(scope="module")

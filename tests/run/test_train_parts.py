@@ -263,6 +263,7 @@ def test_figures_of_a_batch():
 def test_tensorboards_file_that_cannot_be_written_is_a_sentence(tmp_path):
     """At once, in the step that could not be written."""
     log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10, tensorboard=True)), True, 20)
+    log.event(0, "begun")
     _, tensorboard = log.sinks
     with files_of_at_most(100), raises(TrainError, problem_has="File too large") as caught:
         tensorboard.write(figures(0))
@@ -275,7 +276,7 @@ def test_metrics_that_cannot_be_written_are_a_sentence(tmp_path):
     (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
     place, remedy = str(tmp_path / "folder" / "metrics.jsonl"), "run=FOLDER"
     with raises(TrainError, place=place, problem_has="Is a dir", remedy_has=remedy):
-        RunLog(Config(run=str(tmp_path / "folder")), True, 20)
+        RunLog(Config(run=str(tmp_path / "folder")), True, 20).event(0, "begun")
     log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10)), True, 20)
     log.step(figures(0))
     place = str(tmp_path / "metrics.jsonl")

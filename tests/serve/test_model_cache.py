@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_vlm.config.command_checks import LOADED, loaded_counts
-from megatron_vlm.config.moved_keys import with_todays_keys
 from megatron_vlm.config.schema import ServeConfig
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.serve.journal.journal import Journal
@@ -101,11 +100,6 @@ def test_models_of_silent_clients_wait_on_disk(tmp_path):
 
 def test_counts_of_models_in_memory_are_defaults_with_changes():
     assert loaded_counts(ServeConfig(loaded={"full_models": 0})) == LOADED | {"full_models": 0}
-    saved = {"serve": {"adapters": 3, "full_snapshots": 2, "port": 1}}  # of before they moved
-    assert with_todays_keys(saved)["serve"] == {
-        "port": 1,
-        "loaded": {"adapters": 3, "full_snapshots": 2},
-    }
     for loaded, key in (
         ({"adapter": 1}, "serve.loaded.adapter"),
         ({"adapters": 0}, "serve.loaded.adapters"),

@@ -41,7 +41,7 @@ MODEL_NAMES = {
     ),
     "there is no context parallelism, since it would cut an image's tokens over ranks; "
     "model.recompute=full saves the most memory for long records, and parallel.tp divides layers": (
-        "context_parallel_size sequence_parallel_size ulysses_sequence_parallel_size"
+        "cp context_parallel_size sequence_parallel_size ulysses_sequence_parallel_size"
     ),
     "there is no sequence parallelism, since it would cut the sequence into which visual features "
     "are scattered; model.recompute saves memory instead": "sequence_parallel",
