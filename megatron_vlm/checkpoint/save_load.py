@@ -40,6 +40,7 @@ from megatron_vlm.checkpoint.rank_state import (
 )
 from megatron_vlm.checkpoint.state_json import (
     OR_BEGIN,
+    check_base,
     check_state,
     make_state,
     read_state,
@@ -203,7 +204,9 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         _verify(folder, device)
     with fail_together(device, CheckpointError):
         state = read_state(folder)
-        check_state(worker, folder, state, moments)
+        check_state(worker.cfg, folder, state, moments and worker.optimizer is not None)
+        if worker.cfg.lora.rank:
+            check_base(folder, state, worker.base_digest, str(worker.source.path))
         lr, steps = state["lr"].number(0), state["optimizer_steps"].whole()
         progress = state["progress"]
         progress.object()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_vlm.checkpoint.manifest import Manifest
 from megatron_vlm.checkpoint.tensor_pieces import outside_file
-from megatron_vlm.config import read_saved
+from megatron_vlm.config import Config, read_saved
 from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError, show_value
@@ -51,7 +51,7 @@ def read_state(folder: Path) -> JsonField:
 # Checks of a run that loads a checkpoint.
 
 
-def check_state(worker: MegatronWorker, folder: Path, state: JsonField, moments: bool) -> None:
+def check_state(cfg: Config, folder: Path, state: JsonField, moments: bool) -> None:
     """Refuse a checkpoint whose tensors would mean something else in this run. Without `moments`,
     the optimizer may differ."""
     if (version := state["format"].value) != FORMAT:
@@ -64,7 +64,7 @@ def check_state(worker: MegatronWorker, folder: Path, state: JsonField, moments:
             remedy="load it with the version of megatron_vlm that wrote it",
         )
     saved = [each.string() for each in state["add_tokens"].items()]
-    if (tokens := list(worker.cfg.data.add_tokens)) != saved:
+    if (tokens := list(cfg.data.add_tokens)) != saved:
         raise CheckpointError(
             f"is not the {show_value(saved)} of the checkpoint: the same rows would belong to "
             "other tokens",
@@ -74,9 +74,9 @@ def check_state(worker: MegatronWorker, folder: Path, state: JsonField, moments:
             remedy="give the same ones in the same order, or add to its export: megatron-vlm "
             f"export {folder} DIR, model.path=DIR",
         )
-    _check_lora(worker, folder, state)
-    is_compared, now = moments and worker.optimizer is not None, worker.cfg.optim.name
-    if is_compared and (before := state["optimizer"].string()) != now:
+    _check_lora(cfg, folder, state)
+    now = cfg.optim.name
+    if moments and (before := state["optimizer"].string()) != now:
         raise CheckpointError(
             f"keeps other states of the weights than {before}, which saved the checkpoint",
             place=str(folder),
@@ -94,9 +94,9 @@ def say_conversion(worker: MegatronWorker, folder: Path, state: JsonField) -> No
         print_to_user(f"the moments of {folder} were {before}, and go on as {after}")
 
 
-def _check_lora(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
-    """Refuse adapters with other base weights or another scale: they would be meaningless."""
-    saved, rank = state.get("lora"), worker.cfg.lora.rank
+def _check_lora(cfg: Config, folder: Path, state: JsonField) -> None:
+    """Refuse adapters with another scale: they would be meaningless."""
+    saved, rank = state.get("lora"), cfg.lora.rank
     if (saved is None) != (not rank):
         raise CheckpointError(
             f"{'trains adapters' if rank else 'has no adapters'}, and the checkpoint "
@@ -108,14 +108,13 @@ def _check_lora(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
         )
     if saved is None:
         return
-    check_base(folder, state, worker.base_digest, str(worker.source.path))
-    if (saved_scale := saved["scale"].number()) != (scale := scale_of(worker.cfg.lora)):
+    if (saved_scale := saved["scale"].number()) != (scale := scale_of(cfg.lora)):
         raise CheckpointError(
             f"with lora.rank and lora.rslora scales adapters by {scale:g}, and those of the "
             f"checkpoint are scaled by {saved_scale:g}",
             place=str(folder),
             key="lora.alpha",
-            found=worker.cfg.lora.alpha,
+            found=cfg.lora.alpha,
             remedy="resume with the values in its config.yaml",
         )
 

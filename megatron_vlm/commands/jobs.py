@@ -9,6 +9,7 @@ from megatron_vlm.config.arguments import add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.run.log_sinks import check_sinks
+from megatron_vlm.run.run_folder import check_folder
 from megatron_vlm.run.saved_config import check_unnamed, saved_config, with_commit, with_model
 from megatron_vlm.training.preflight import check_run
 
@@ -60,6 +61,7 @@ def _check_start(args: argparse.Namespace, cfg: Config, file: ConfigFile | None)
     """Check what a run needs to start. Return the configuration in its folder, if there is one."""
     check_run(cfg, args.gpus)
     saved = check_unnamed(cfg, args.overrides, file)
+    check_folder(cfg)
     check_sinks(cfg)
     return saved
 

@@ -28,6 +28,33 @@ from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs, inp
 from megatron_vlm.training.worker import MegatronWorker
 
 
+def check_unused(folder: Path) -> None:
+    """Refuse to start a new run next to the checkpoints of an earlier one."""
+    if any(folder.glob("step-*")):
+        raise CheckpointError(
+            f"starts a new run, and {folder} has checkpoints of an earlier one",
+            key="checkpoint.resume",
+            found="never",
+            remedy="give another run=FOLDER, or checkpoint.resume=auto to resume",
+        )
+
+
+def changed_rows(origin: Path, progress: Progress, data: Fingerprint) -> list[str]:
+    """Return the rules for rows that have changed since a checkpoint. Refuse data in which its
+    place means nothing."""
+    changed = progress.data.changed_rows(data)
+    if moved := progress.data.changed_order(data):
+        raise CheckpointError(
+            "was trained on other data, or with other rules for it "
+            f"({'; '.join([*moved, *changed])}): its place in the order of samples means "
+            "nothing here",
+            place=str(origin),
+            remedy="give the same data.*, or start a new run from its weights: "
+            f"megatron-vlm export {origin} DIR, model.path=DIR",
+        )
+    return changed
+
+
 class CheckpointManager:
     """The checkpoints in cfg.run/checkpoints. Only rank 0 has a `claim` and the `frozen` inputs."""
 
@@ -67,7 +94,7 @@ class CheckpointManager:
             latest = find_latest_on_all_ranks(self.folder, device, after)
             origin, self.is_verified = latest or origin, latest is not None
         elif setting == "never":
-            self._check_unused()
+            check_unused(self.folder)
         self.origin = origin
         with fail_together(device, CheckpointError):
             if origin is not None and self.is_verified and self.frozen:
@@ -82,16 +109,7 @@ class CheckpointManager:
                 self.remarks.append(f"no checkpoint in {self.folder} can be used: starting anew")
             return Progress(data=self.data)
         progress = Progress.from_json(load(self.worker, origin, self.is_verified))
-        changed = progress.data.changed_rows(self.data)
-        if moved := progress.data.changed_order(self.data):
-            raise CheckpointError(
-                "was trained on other data, or with other rules for it "
-                f"({'; '.join([*moved, *changed])}): its place in the order of samples means "
-                "nothing here",
-                place=str(origin),
-                remedy="give the same data.*, or start a new run from its weights: "
-                f"megatron-vlm export {origin} DIR, model.path=DIR",
-            )
+        changed = changed_rows(origin, progress, self.data)
         with fail_together(device, CheckpointError):
             changed += changed_inputs(origin, progress.frozen, self.frozen)
             changed = list(dict.fromkeys(changed))
@@ -127,16 +145,6 @@ class CheckpointManager:
             self.remarks.append(
                 f"{', '.join(others)} in {self.folder}: of another line than {origin.name}, or "
                 "damaged; kept, but not used from here on"
-            )
-
-    def _check_unused(self) -> None:
-        """Refuse to start a new run next to the checkpoints of an earlier one."""
-        if any(self.folder.glob("step-*")):
-            raise CheckpointError(
-                f"starts a new run, and {self.folder} has checkpoints of an earlier one",
-                key="checkpoint.resume",
-                found="never",
-                remedy="give another run=FOLDER, or checkpoint.resume=auto to resume",
             )
 
     def save(self, progress: Progress) -> None:

@@ -95,22 +95,29 @@ class RunLock:
 
 @contextmanager
 def held_folder(cfg: Config) -> Iterator[RunLock]:
-    """Lock cfg.run, which is created if necessary. Anything else in a place where the run would
-    write is refused. Only one rank does this."""
+    """Check and lock cfg.run, which is created if necessary. Only one rank does this."""
     folder = Path(cfg.run)
     made = [each for each in (folder, *folder.parents) if not each.exists()]
+    check_folder(cfg)
     with ExitStack() as held:
         with _explain_errors(cfg):
             folder.mkdir(parents=True, exist_ok=True)
             held.callback(_remove_empty, made)
-            _check_free(folder)
-            _check_ways(cfg)
             claim = _claim(cfg, held.enter_context(hold_job_lock(folder)))
-            check_leftovers(folder / "checkpoints", claim.run)
-            for target in export_folders(cfg).values():
-                check_partial(partial_of(target), claim.run)
-                check_replaceable(target, claim.run)
         yield claim
+
+
+def check_folder(cfg: Config) -> None:
+    """Refuse a folder in which something is in the way of what the run would write."""
+    folder = Path(cfg.run)
+    run = (_run_mark(folder) or {"run": "none yet"})["run"]
+    with _explain_errors(cfg):
+        _check_free(folder)
+        _check_ways(cfg)
+        check_leftovers(folder / "checkpoints", run)
+        for target in export_folders(cfg).values():
+            check_partial(partial_of(target), run)
+            check_replaceable(target, run)
 
 
 @contextmanager

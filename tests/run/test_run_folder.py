@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+from megatron_vlm.cli import main
 from megatron_vlm.config import Config, load_config
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.io.atomic import MARK
@@ -239,8 +240,9 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("cases", [slice(3), full(slice(3, None))], ids=["few", "rest"])
-def test_a_refused_start_changes_nothing(cases, folder):
-    """job.lock, too, is that of the last job that began."""
+def test_a_refused_start_changes_nothing(cases, folder, capfd):
+    """job.lock, too, is that of the last job that began. A dry run says the same, except about
+    weights, which it does not need."""
     folder.train(3)
     wrong, unlike = folder.root / "wrong.jsonl", folder.root / "unlike"
     wrong.write_text('{"messages": 1}\n')
@@ -249,8 +251,13 @@ def test_a_refused_start_changes_nothing(cases, folder):
     shutil.copytree(folder.model, unlike, ignore=shutil.ignore_patterns("*.safetensors"))
     before = all_of(folder.run)
     for words, said in list(REFUSALS.items())[cases]:
-        assert said in folder.train(5, *words.format(root=folder.root).split(), status=2), words
+        more = words.format(root=folder.root).split()
+        assert said in folder.train(5, *more, status=2), words
         assert all_of(folder.run) == before, words
+        if said != "safetensors":
+            dry = command(folder.root, folder.model, "run", *SMALL, "train.steps=5", *more)
+            assert main([*dry[3:], "--dry-run"]) == 2 and said in capfd.readouterr().err, words
+            assert all_of(folder.run) == before, words
     new = (f"run={folder.root / 'new' / 'run'}", f"data.eval={wrong}")
     assert "wrong.jsonl" in folder.train(3, *new, status=2)
     assert not (folder.root / "new").exists()

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megatron_vlm.checkpoint.manifest import read_manifest
 from megatron_vlm.checkpoint.retention import complete_checkpoints
-from megatron_vlm.checkpoint.tensor_pieces import outside_file
+from megatron_vlm.checkpoint.state_json import check_state, read_state
 from megatron_vlm.commands.dry_run.target_machine import TargetMachine, target_machine
 from megatron_vlm.config.command_checks import needs_held_out_rewards
 from megatron_vlm.config.data_sources import HELD_OUT
@@ -51,10 +51,13 @@ from megatron_vlm.report.run_overview import (
     stage_reports,
 )
 from megatron_vlm.report.terminal import plain_table
+from megatron_vlm.run.checkpointing import changed_rows, check_unused
 from megatron_vlm.run.evaluation.held_out_sets import describe_split, first_samples
 from megatron_vlm.run.log_sinks import wandb_mode
+from megatron_vlm.run.progress import Progress
 from megatron_vlm.run.saved_config import with_model
 from megatron_vlm.run.start import length_of
+from megatron_vlm.training.data_fingerprint import fingerprint
 
 SHOWN_STEPS = 2
 _MAX_CHANGES = 4  # switches that a verdict names
@@ -138,7 +141,7 @@ def print_run(
     remarks = Remarks.from_data(data, "data.train", cfg.data)
     sets = list(open_held_out(model, prompts_only and needs_held_out_rewards(cfg)))
     plan = plan_run(model.layout, data, prompts_only)
-    done = _steps_done(cfg)
+    done = _steps_done(cfg, data)
     length, held_out = length_of(cfg, data.length, done), [(n, len(d.order)) for n, d, _ in sets]
     facts = RunFacts(plan, length, data, remarks, held_out, stages, target.available, prompts_only)
     console.print(layout_table(cfg, target.words(cfg), stages))
@@ -243,10 +246,12 @@ def open_held_out(
         yield entry.name, first_samples(data, cfg.eval.samples), remarks
 
 
-def _steps_done(cfg: Config) -> int:
-    """Return the step from which a run of this folder would go on; 0 for a new run."""
+def _steps_done(cfg: Config, data: DataSet | StreamSet) -> int:
+    """Return the step from which a run of this folder would go on; 0 for a new run. Refuse a
+    checkpoint that the run would refuse."""
     resume = cfg.checkpoint.resume
     if resume == "never":
+        check_unused(Path(cfg.run) / "checkpoints")
         return 0
     if resume != "auto":
         newest = Path(resume)
@@ -255,4 +260,8 @@ def _steps_done(cfg: Config) -> int:
         newest = complete[0]
     else:
         return 0
-    return outside_file(newest / "state.json").json()["progress"]["step"].whole()
+    state = read_state(newest)
+    check_state(cfg, newest, state, moments=True)
+    progress = Progress.from_json(state["progress"].value)
+    changed_rows(newest, progress, fingerprint(data, cfg))
+    return progress.step
