@@ -47,6 +47,10 @@ keep_wandb_from_megatron()
 
 def __getattr__(name: str) -> object:
     """Import a public name at its first use."""
+    if name in ("TinySpec", "write_tiny"):  # `from megatron_vlm import` hides an AttributeError
+        raise ImportError(
+            f"{name} is not public any more: megatron-vlm demo tiny writes a checkpoint"
+        )
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

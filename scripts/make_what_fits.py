@@ -2,10 +2,12 @@
 
     python scripts/make_what_fits.py
 
-It rewrites the part of that page between the marks, in half an hour.
+It rewrites the part of that page between the marks, in half an hour, and first the config.json
+beside each recipe whose sizes it has, by which `megatron-vlm plan` knows them.
 tests/planner/test_what_fits.py fails if a line is outdated.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +15,15 @@ from pathlib import Path
 from machine_tables import MACHINES, WAYS, machine_line
 from transformers import (
     Gemma4Config,
+    PretrainedConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
 
-from megatron_vlm.family.gemma4.model import gemma4_sizes
-from megatron_vlm.family.qwen3_5.model import qwen3_5_moe_sizes, qwen3_5_sizes
-from megatron_vlm.family.qwen3_vl.model import moe_sizes_of, sizes_of
+from megatron_vlm.config import config_dir
+from megatron_vlm.family import family_of
 from megatron_vlm.family.spec import ModelSizes
 
 PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
@@ -56,58 +58,66 @@ GEMMA4 = {
     "Gemma 4 31B": (60, 5376, 21504, 32, 16, 4, 0),
     "Gemma 4 26B-A4B": (30, 2816, 2112, 16, 8, 2, 128),
 }
+RECIPES = {
+    **{f"qwen3_vl_{size.lower()}": size for size in MODELS},
+    "qwen3_vl_30b_a3b": "30B-A3B",
+    **{name.lower().replace(".", "_").replace("-", "_"): name for name in QWEN3_5},
+    **{f"qwen3_{version}_27b": "Qwen3.5-27B" for version in (6, 8)},
+    **{f"qwen3_{version}_35b_a3b": "Qwen3.5-35B-A3B" for version in (5, 6)},
+    **{"gemma4_31b": "Gemma 4 31B", "gemma4_26b_a4b": "Gemma 4 26B-A4B"},
+}
 NAMES = (*MODELS, *WITH_EXPERTS, *QWEN3_5, *QWEN3_5_WITH_EXPERTS, *GEMMA4)
 
 
 def sizes_of_model(name: str) -> ModelSizes:
     """Return the sizes from the config.json that a model of this size has."""
+    config = config_of_model(name)
+    return family_of(config, name).sizes_of(config)
+
+
+def config_of_model(name: str) -> PretrainedConfig:
+    """Return the config.json of a model of this size."""
     if name in WITH_EXPERTS:
-        return _sizes_with_experts(*WITH_EXPERTS[name])
+        return _qwen3_vl_moe_config(*WITH_EXPERTS[name])
     if name in QWEN3_5:
-        return qwen3_5_sizes(qwen3_5_config(*QWEN3_5[name]))
+        return qwen3_5_config(*QWEN3_5[name])
     if name in QWEN3_5_WITH_EXPERTS:
-        return qwen3_5_moe_sizes(qwen3_5_moe_config(*QWEN3_5_WITH_EXPERTS[name]))
+        return qwen3_5_moe_config(*QWEN3_5_WITH_EXPERTS[name])
     if name in GEMMA4:
-        return gemma4_sizes(gemma4_config(*GEMMA4[name]))
+        return gemma4_config(*GEMMA4[name])
     layers, hidden, ffn, heads, tied, tower = MODELS[name]
-    return sizes_of(
-        Qwen3VLConfig(
-            text_config=dict(
-                num_hidden_layers=layers,
-                hidden_size=hidden,
-                intermediate_size=ffn,
-                num_attention_heads=heads,
-                num_key_value_heads=8,
-                head_dim=128,
-                vocab_size=151936,
-            ),
-            vision_config=dict(
-                **tower, out_hidden_size=hidden, deepstack_visual_indexes=_MARKS[tower["depth"]]
-            ),
-            tie_word_embeddings=tied,
-        )
+    return Qwen3VLConfig(
+        text_config=dict(
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+        ),
+        vision_config=dict(
+            **tower, out_hidden_size=hidden, deepstack_visual_indexes=_MARKS[tower["depth"]]
+        ),
+        tie_word_embeddings=tied,
     )
 
 
-def _sizes_with_experts(layers: int, hidden: int, width: int, heads: int) -> ModelSizes:
-    return moe_sizes_of(
-        Qwen3VLMoeConfig(
-            text_config=dict(
-                num_hidden_layers=layers,
-                hidden_size=hidden,
-                moe_intermediate_size=width,
-                num_experts=128,
-                num_experts_per_tok=8,
-                num_attention_heads=heads,
-                num_key_value_heads=4,
-                head_dim=128,
-                vocab_size=151936,
-                tie_word_embeddings=False,
-            ),
-            vision_config=dict(
-                **_TOWER, out_hidden_size=hidden, deepstack_visual_indexes=_MARKS[27]
-            ),
-        )
+def _qwen3_vl_moe_config(layers: int, hidden: int, width: int, heads: int) -> Qwen3VLMoeConfig:
+    return Qwen3VLMoeConfig(
+        text_config=dict(
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            moe_intermediate_size=width,
+            num_experts=128,
+            num_experts_per_tok=8,
+            num_attention_heads=heads,
+            num_key_value_heads=4,
+            head_dim=128,
+            vocab_size=151936,
+            tie_word_embeddings=False,
+        ),
+        vision_config=dict(**_TOWER, out_hidden_size=hidden, deepstack_visual_indexes=_MARKS[27]),
     )
 
 
@@ -220,8 +230,19 @@ def with_part(page: str, mark: str, text: str) -> str:
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
+def write_configs() -> None:
+    """Write the config.json of each recipe whose sizes are known."""
+    for recipe, name in RECIPES.items():
+        folder = config_dir() / "model" / recipe
+        folder.mkdir(exist_ok=True)
+        config = config_of_model(name).to_diff_dict()
+        del config["transformers_version"]
+        (folder / "config.json").write_text(json.dumps(config, sort_keys=True) + "\n")
+
+
 def main() -> int:
-    """Rewrite the page."""
+    """Rewrite the files and the page."""
+    write_configs()
     PAGE.write_text(with_part(PAGE.read_text(), "machines", table_of_machines()))
     return 0
 

@@ -33,7 +33,7 @@ from megatron_vlm.commands.jobs import (
     serve,
     train_,
 )
-from megatron_vlm.commands.plan.plan_arguments import add_plan_arguments
+from megatron_vlm.commands.plan.plan_arguments import add_plan_arguments, with_known_sizes
 from megatron_vlm.commands.run_outputs import (
     add_export_arguments,
     add_push_arguments,
@@ -221,7 +221,7 @@ def _plan(args: argparse.Namespace) -> None:
     from megatron_vlm.config import load_config
 
     file, _ = read_configuration(args)
-    cfg = load_config(args.overrides, file)
+    cfg = load_config(with_known_sizes(args.overrides, file), file)
     check_supported(cfg)
     check_records(cfg)
     from megatron_vlm.commands.plan.command import plan_cluster, run_plan

@@ -245,6 +245,17 @@ def test_the_command_prints_and_writes_a_page(eight, tmp_path, capsys):
             assert word.strip() in " ".join(out.split())
 
 
+def test_a_recipe_is_planned_without_a_checkpoint(tiny, capsys):
+    """The first lines say what a step has, which is little without the recipe."""
+    for word, rows, layers in (("model=qwen3_vl_2b", 64, 28), (f"model.path={tiny()}", 8, 4)):
+        assert main(["plan", word, "--gpus", "1"]) == 0
+        first, _, rest = capsys.readouterr().out.partition("Layouts")
+        assert f"a step has train.global_batch_size={rows} rows" in first
+        assert f" {layers} " in rest
+    assert main(["plan", "model=qwen3_vl_2b", "data.train=a.jsonl"]) == 2
+    assert "model.path is not set" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_where_nothing_fits_it_says_what_would(eight, capsys):
     words = ["plan", f"model.path={eight}", "train.global_batch_size=64", "--gpus", "1"]

@@ -27,8 +27,9 @@ from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.export_folder import check_push, push
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.io.atomic import write_mark
 from megatron_vlm.io.hub import HubName, folder_of, hub_name, pin
-from megatron_vlm.run.saved_config import with_commit, with_model
+from megatron_vlm.run.saved_config import saved_config, with_commit, with_model
 from tests.run.test_train import command, outside_of_jobs, run_rank, steps_of
 from tests.support.chats import say, text
 from tests.support.error_fields import raises
@@ -316,17 +317,19 @@ def test_a_run_does_not_go_on_with_another_commit(hub, tmp_path):
     (tmp_path / "run").mkdir()
     resolved = with_model(cfg)
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(resolved))
+    write_mark(tmp_path / "run", "a", kind="run")
+    saved = saved_config(tmp_path / "run")
     second = repo.commit({**repo.files, "merges.txt": b"#version: 0.2\n"})
-    assert with_model(cfg).model.path == resolved.model.path == f"{NAME}@{first}"
+    assert with_model(cfg, saved=saved).model.path == resolved.model.path == f"{NAME}@{first}"
     teachers = {"a": f"{NAME}@{first}", "b": "x", "c": f"{NAME}@{second}"}
-    assert with_model(cfg).teacher.path == teachers
-    [_, argument] = with_commit([], with_model(cfg))
+    assert with_model(cfg, saved=saved).teacher.path == teachers
+    [_, argument] = with_commit([], with_model(cfg, saved=saved))
     assert load_config([*words, argument]).teacher.path == teachers
     with raises(ConfigError, key="model.path", found=f"{NAME}@main", problem_has=first):
-        with_model(replace(cfg, model=replace(cfg.model, path=f"{NAME}@main")))
+        with_model(replace(cfg, model=replace(cfg.model, path=f"{NAME}@main")), saved=saved)
     chosen = replace(cfg, model=replace(cfg.model, path=f"{NAME}@{second}"))
-    assert with_model(chosen).model.path == f"{NAME}@{second}"
-    assert with_model(replace(cfg, run="elsewhere")).model.path == f"{NAME}@{second}"
+    assert with_model(chosen, saved=saved).model.path == f"{NAME}@{second}"
+    assert with_model(cfg).model.path == f"{NAME}@{second}"
 
 
 def test_a_dry_run_needs_no_weights(hub, tmp_path, capsys):

@@ -76,6 +76,8 @@ def test_type_checkers_know_the_public_names():
 def test_a_name_that_is_not_public_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'megatron_vlm' has no attribute 'WorkerGrop'"):
         megatron_vlm.WorkerGrop  # noqa: B018
+    with pytest.raises(ImportError, match="write_tiny is not public any more: megatron-vlm demo"):
+        from megatron_vlm import write_tiny  # noqa: F401
 
 
 def test_the_package_and_what_environments_import_load_no_torch():

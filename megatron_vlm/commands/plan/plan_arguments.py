@@ -2,8 +2,11 @@
 
 import argparse
 import re
+from collections.abc import Sequence
 
+from megatron_vlm.config import ConfigFile, config_dir
 from megatron_vlm.config.arguments import add_overrides
+from megatron_vlm.config.load import given_keys
 from megatron_vlm.errors import ConfigError
 
 _UNITS = {"GIB": 2**30, "GB": 10**9, "TIB": 2**40, "TB": 10**12, "": 2**30}
@@ -29,6 +32,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fit", action="store_true", help=fit)
     page = "also write one self-contained page with the pipeline drawn"
     parser.add_argument("--html", metavar="FILE", help=page)
+
+
+def with_known_sizes(overrides: Sequence[str], file: ConfigFile | None) -> list[str]:
+    """Return the overrides of a plan without a model and data, with the sizes that lie beside the
+    recipe, if it has them, as the model."""
+    recipes = [] if file is None else [file.recipes.get("model", "")]
+    recipes += [word.partition("=")[2] for word in overrides if word.startswith("model=")]
+    folder = config_dir() / "model" / (recipes or [""])[-1]
+    is_known = (folder / "config.json").is_file()
+    if not is_known or {"model.path", "data.train"} & given_keys(overrides, file):
+        return list(overrides)
+    return [*overrides, f"model.path='{folder}'"]
 
 
 def parse_memory(text: str) -> float:

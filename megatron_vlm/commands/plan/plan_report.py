@@ -74,7 +74,8 @@ def _report(
         sections.Heading("Assumed"),
         sections.Listing("What was not counted:", _assumptions(plan)),
     ]
-    lead, summary = [plan.cfg.model.path], [sections.Tiles(tiles)]
+    rows = f"a step has train.global_batch_size={plan.cfg.train.global_batch_size} rows"
+    lead, summary = [plan.cfg.model.path, rows], [sections.Tiles(tiles)]
     return sections.Report(tab, title, lead, summary, [*body, *last])
 
 
@@ -159,8 +160,7 @@ def _assumptions(plan: Plan) -> list[str]:
         f"{machine.network / 1e9:,.0f} GB/s between machines.",
         f"Host memory: {machine.host_link / 1e9:,.0f} GB/s to each GPU; AdamW moves "
         f"{machine.host_moved / 1e9:,.0f} GB/s there for each, on {machine.host_cores} cores.",
-        f"Memory: {USABLE:.0%} of {cluster.memory / 2**30:,.0f} GiB; a step has "
-        f"train.global_batch_size={plan.cfg.train.global_batch_size} rows.",
+        f"Memory: {USABLE:.0%} of {cluster.memory / 2**30:,.0f} GiB.",
     ]
 
 
