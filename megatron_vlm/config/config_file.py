@@ -28,7 +28,6 @@ from megatron_vlm.io.untrusted import UntrustedFile, home_path, require_file
 
 MAX_CONFIG_BYTES = 2**16
 _MAX_LINE = 2**16  # bytes of the first line of a log
-_SHOWN = 6  # unknown keys that are named
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,9 @@ class ConfigFile:
                 recipes = _recipes(document, node)
             else:
                 found += _leaves(document, key.value, key, node, refused)
-        if refused and Path(name).name == "config.yaml" and read_mark(Path(name).parent):
-            raise foreign_keys_error(Path(name), [error.key for error in refused])
         if refused:
-            raise gather_errors(refused)
+            is_of_run = Path(name).name == "config.yaml" and read_mark(Path(name).parent)
+            raise _version_error(Path(name), refused) if is_of_run else gather_errors(refused)
         for full, place, leaf in found:
             if full in values:
                 raise document.error(
@@ -138,12 +136,11 @@ class ConfigFile:
         return error
 
 
-def foreign_keys_error(file: Path, keys: Sequence[str]) -> ConfigError:
+def _version_error(file: Path, refused: Sequence[ConfigError]) -> ConfigError:
     """Return the error on the config.yaml of a run that has keys of another version."""
-    shown = ", ".join(keys[:_SHOWN]) + f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN)
-    problem = "are keys" if len(keys) > 1 else "is a key"
-    remedy = version_remedy(file.parent)
-    return ConfigError(f"{problem} of another version", place=str(file), key=shown, remedy=remedy)
+    problem = "are keys of another version" if len(refused) > 1 else "is a key of another version"
+    keys, remedy = ", ".join(error.key for error in refused), version_remedy(file.parent)
+    return ConfigError(problem, place=str(file), key=keys, remedy=remedy)
 
 
 def version_remedy(folder: Path) -> str:

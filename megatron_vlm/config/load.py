@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from megatron_vlm.config.checks import check_values
-from megatron_vlm.config.config_file import ConfigFile, foreign_keys_error, version_remedy
+from megatron_vlm.config.config_file import ConfigFile, version_remedy
 from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.group_values import config_dir, group_names
 from megatron_vlm.config.key_hints import unknown_key_error
@@ -82,15 +82,14 @@ def read_saved(
     folder: Path, overrides: Sequence[str] = (), file: ConfigFile | None = None
 ) -> Config:
     """Read the config.yaml of a run or of a checkpoint, with changes as in `from_yaml`."""
-    path = folder / "config.yaml"
-    saved = UntrustedFile(str(path), ConfigError, "give a run or a checkpoint of this version")
+    remedy = "give a run or a checkpoint of this version"
+    saved = UntrustedFile(str(folder / "config.yaml"), ConfigError, remedy)
     text = saved.text(_MAX_SAVED_BYTES)
     with saved.wrap_errors("not a configuration"):
-        if unknown := list(_unknown_keys(text)):
-            raise foreign_keys_error(path, unknown)
         try:
             cfg = from_yaml(text)
         except ConfigError as error:
+            ConfigFile.parse(text, saved.name)  # names all keys of another version
             default_remedy = "" if error.allowed is None else f"give {show_choices(error.allowed)}"
             first = error.remedy or default_remedy
             remedy = "; ".join(filter(None, (first, version_remedy(folder))))
@@ -99,16 +98,6 @@ def read_saved(
     if overrides or file:
         cfg = from_yaml(text, overrides, file)
     return replace(cfg, model=replace(cfg.model, path=beside_run(cfg.model.path, folder)))
-
-
-def _unknown_keys(text: str) -> Iterator[str]:
-    """Yield the keys of a saved configuration that this version does not have."""
-    kinds = key_types()
-    saved: Any = OmegaConf.to_container(OmegaConf.create(text))
-    for name, part in saved.items():
-        is_group = is_dataclass(kinds.get(name)) and isinstance(part, dict)
-        keys = [f"{name}.{inner}" for inner in part] if is_group else [name]
-        yield from (key for key in keys if key not in kinds)
 
 
 def _refuse_recipes(overrides: Sequence[str]) -> None:
