@@ -19,7 +19,7 @@ from megatron_vlm.config.schema import Config, get, leaves
 from megatron_vlm.distributed.collectives import all_gather_bytes, all_gather_json
 from megatron_vlm.distributed.error_json import ShownValue, error_from_json, error_to_json
 from megatron_vlm.distributed.job_store import SignedStore
-from megatron_vlm.distributed.process import PREEMPTED, print_to_user, stop_signals_to
+from megatron_vlm.distributed.process import PREEMPTED, print_stopped_early, stop_signals_to
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -57,7 +57,7 @@ class Signals:
             raise KeyboardInterrupt
         self.received = number
         if not self.can_save:
-            print_to_user("stopped by a signal before the first step: there is nothing to save")
+            print_stopped_early()
             raise SystemExit(PREEMPTED)
 
     def restore(self) -> None:

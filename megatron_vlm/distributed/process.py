@@ -126,9 +126,14 @@ def ended_by_signals() -> contextlib.AbstractContextManager[None]:
 def _end_early(_: int, __: FrameType | None) -> None:
     """End the process without SystemExit, which the code of others often catches or ignores when it
     is raised during imports."""
+    print_stopped_early()
+    os._exit(PREEMPTED)
+
+
+def print_stopped_early() -> None:
+    """Tell the user that a signal ends this process, unless another rank has done so."""
     if _is_first_to_say(STOPPED_EARLY):
         print_to_user(STOPPED_EARLY)
-    os._exit(PREEMPTED)
 
 
 def run_guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_vlm.config.command_checks import check_rl
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.process import rank_of_process
+from megatron_vlm.distributed.process import PREEMPTED, print_stopped_early, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.engines.engine_kinds import check_engine
 from megatron_vlm.report.metrics_lines import has_usage_line
@@ -25,17 +25,20 @@ def learn(cfg: Config, signals: "Signals | None" = None) -> int:
     `train`."""
     with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes, cfg.run) as watchdog:
         from megatron_vlm.config.command_checks import needs_held_out_rewards
+        from megatron_vlm.distributed.agreement import Stopped
         from megatron_vlm.rl.trainer import RlTrainer
         from megatron_vlm.run.run import Run
 
-        with (
-            Run.open(cfg, watchdog, signals, prompts_only=True) as run,
-            RlTrainer.open(run) as trainer,
-        ):
-            run.begin()
-            if run.progress.step == 0 and needs_held_out_rewards(cfg):
-                run.evaluate()  # what the model gets before it learns
-            return run.to_the_end(partial(learn_step, trainer))
+        with Run.open(cfg, watchdog, signals, prompts_only=True) as run:
+            try:
+                with RlTrainer.open(run) as trainer:
+                    run.begin()
+                    if run.progress.step == 0 and needs_held_out_rewards(cfg):
+                        run.evaluate()  # what the model gets before it learns
+                    return run.to_the_end(partial(learn_step, trainer))
+            except Stopped:  # Ray has sent a signal to one rank, and all agreed
+                print_stopped_early()
+                return PREEMPTED
 
 
 def learn_step(trainer: "RlTrainer", step: int) -> None:

@@ -97,7 +97,6 @@ class Run:
         if self.log.speaks:
             self._announce(length, prompts_only)
         self.remarks = [planned, serving_remark(cfg, worker.adapted), *self.saver.remarks]
-        signals.can_save = True
 
     @staticmethod
     @contextmanager
@@ -119,6 +118,7 @@ class Run:
 
     def to_the_end(self, do_step: Callable[[int], None]) -> int:
         """Do every remaining step and what is due after it. Return the exit status."""
+        self.signals.can_save = True
         with explain_out_of_memory(self.worker):
             try:
                 for step in range(self.progress.step, self.total_steps):

@@ -13,7 +13,13 @@ from megatron_vlm.config import load_config
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.command_checks import check_serve
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.process import FAILED, PREEMPTED, print_to_user, rank_of_process
+from megatron_vlm.distributed.process import (
+    FAILED,
+    PREEMPTED,
+    print_stopped_early,
+    print_to_user,
+    rank_of_process,
+)
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.engines.engine_kinds import check_engine
 from megatron_vlm.run.run_folder import RunLock, held_folder
@@ -60,6 +66,7 @@ def _lead(cfg: Config, commands: "ModelCommands", claim: RunLock, opened: ExitSt
     try:
         service, server, address = open_service(cfg, commands, opened)
     except Stopped:  # a signal while the engines load
+        print_stopped_early()
         commands.end()
         return
     claim.begin(cfg)

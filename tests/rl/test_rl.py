@@ -14,6 +14,7 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,18 +23,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
+from megatron_vlm.cli import main
 from megatron_vlm.config.schema import Config, DataConfig, RlConfig
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.distributed.agreement import Signals
-from megatron_vlm.distributed.process import PREEMPTED, run_guarded
+from megatron_vlm.distributed.process import PREEMPTED, STOPPED_EARLY, run_guarded
 from megatron_vlm.family import read_sizes
 from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.rl_train import run_rl
 from megatron_vlm.rl.step_report import SignalWatch
+from megatron_vlm.run.run_folder import read_job
+from tests.support.pool import free_port
 from tests.support.sets import write_set
 from tests.support.suites import full, quick, slow
+from tests.support.uniform_engine import registered
 
 TASKS = Path(__file__).parents[1] / "support" / "rl_tasks.py"
 STEPS = 3
@@ -418,6 +423,75 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(pool, folder, model):
     whole = learnt(pool, 2, folder, model, "not-stopped", *more)
     assert furthest(run, whole) == 0
     assert samples(run) == samples(whole) and len(lines(run, "rl")) == done + 1
+
+
+BLOCKS = """
+import pathlib, time
+
+def block(*args):
+    pathlib.Path("begun").touch()
+    time.sleep(3600)
+"""
+EARLY = {
+    "a reward is imported": (BLOCKS + "block()", [], 2),
+    "held-out prompts are rated": (BLOCKS, [], 1),
+    "an engine starts": (BLOCKS, ["engine.name=uniform", "engine.options={begun: begun}"], 1),
+}
+
+
+def run_in(
+    connection: Connection, folder: Path, given: list[str], rank: int, variables: dict[str, str]
+) -> None:
+    """Run a rank with `folder` as its working folder, and send its exit status."""
+    os.chdir(folder)
+    with open(f"output-{rank}", "w") as file:
+        os.dup2(file.fileno(), 2)
+    os.environ.update(variables, RANK=str(rank), MEGATRON_VLM_SAID=str(folder))
+    with registered(folder):
+        try:
+            status = main(["rl", *given])
+        except SystemExit as end:
+            status = end.code
+    connection.send(status)
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_a_signal_before_the_first_step(name, process_tree, folder, model, tmp_path):
+    """It has its own status and one sentence, whatever rank 0 waits for."""
+    code, more, world = EARLY[name]
+    (tmp_path / "rewards.py").write_text(code)
+    given = words(folder, model, str(tmp_path / "run"), f"rl.reward={tmp_path}/rewards.py:block")
+    place = dict(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    jobs = [
+        process_tree.fork(run_in, tmp_path, [*given, *more], rank, place) for rank in range(world)
+    ]
+    try:
+        while not (tmp_path / "begun").exists():
+            assert all(job.alive for job in jobs), (tmp_path / "output-0").read_text()
+            time.sleep(0.01)
+        for job in jobs:
+            os.kill(job.pid, signal.SIGTERM)
+        assert jobs[0].connection.recv() == PREEMPTED, (tmp_path / "output-0").read_text()
+    finally:
+        for job in jobs:
+            job.kill()
+    said = "".join((tmp_path / f"output-{rank}").read_text() for rank in range(world))
+    assert said == f"megatron-vlm: {STOPPED_EARLY}\n"
+    assert read_job(tmp_path / "run").has_ended
+
+
+def stopped_at_once(given: list[str]) -> tuple[int, str]:
+    """Run a rank that has been told to stop by a call, as Ray's actors are."""
+    signals = Signals()
+    signals.received = signal.SIGTERM
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as err:
+        return run_rl(given, signals), err.getvalue()
+
+
+def test_a_call_before_the_first_step_does_the_same(pool, folder, model):
+    given = words(folder, model, "at-once")
+    assert pool.run(stopped_at_once, 1, given) == [(PREEMPTED, f"megatron-vlm: {STOPPED_EARLY}\n")]
+    assert read_job(folder / "at-once").has_ended
 
 
 def test_the_reference_is_the_model_at_the_start(alone):

@@ -24,6 +24,7 @@ import pytest
 from megatron_vlm.config import load_config
 from megatron_vlm.config.command_checks import check_serve
 from megatron_vlm.config.schema import EngineConfig
+from megatron_vlm.distributed.process import STOPPED_EARLY
 from megatron_vlm.engines.engine_kinds import EngineSettings, check_engine, engine_kind
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.sampler import Capacity
@@ -680,6 +681,7 @@ def test_a_service_that_is_told_to_stop_does_not_wait_for_its_engines(tiny, tmp_
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+    assert said.read_text().endswith(f"megatron-vlm: {STOPPED_EARLY}\n"), said.read_text()
     assert "Traceback" not in said.read_text(), said.read_text()
 
 

@@ -1,7 +1,9 @@
 """An engine without a model, in the trainer's own process: it draws each of its tokens with the
-same probability, by the seed and the version. `registered` makes it known by name alone, as an
+same probability, by the seed and the version. With the option `begun`, the path of a file, its
+start creates that file and never ends. `registered` makes the engine known by name alone, as an
 installed package would."""
 
+import asyncio
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -58,6 +60,9 @@ class UniformEngine:
 
 
 async def _start(settings: EngineSettings) -> UniformEngine:
+    if "begun" in settings.options:
+        Path(settings.options["begun"]).touch()
+        await asyncio.Event().wait()
     return UniformEngine(settings)
 
 
