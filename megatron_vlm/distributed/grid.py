@@ -2,6 +2,7 @@
 parallel_state."""
 
 import contextlib
+import datetime
 import sys
 import time
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class RankGroups:
     ep: GroupAxis  # the replicas that divide the experts of this stage
     edp: GroupAxis  # the replicas that hold the same experts
     tp_dp: GroupAxis  # all ranks of this stage: TP ranks of every replica
+    p2p: dist.ProcessGroup  # ranks of `pp`, for messages between stages alone
 
     @staticmethod
     def create(dims: ParallelDims, seed: int, timeout_minutes: float) -> "RankGroups":
@@ -71,6 +73,7 @@ class RankGroups:
             _axis(parallel_state.get_expert_model_parallel_group()),
             _axis(parallel_state.get_expert_data_parallel_group()),
             _axis(parallel_state.get_tensor_and_data_parallel_group()),
+            _p2p_group(dims, timeout_minutes),
         )
         place = (dims.tp_rank_of(grid.rank), dims.stage_of(grid.rank), dims.replica_of(grid.rank))
         assert place == (grid.tp.rank, grid.pp.rank, grid.dp.rank), (
@@ -161,6 +164,19 @@ def _is_gloo_running() -> bool:
 
 def _axis(group: dist.ProcessGroup) -> GroupAxis:
     return GroupAxis(dist.get_rank(group), dist.get_world_size(group), group)
+
+
+def _p2p_group(dims: ParallelDims, timeout_minutes: float) -> dist.ProcessGroup:
+    """Return a new group of this pipeline. gloo counts messages like collectives, and stages send
+    unequally many: under TORCH_DISTRIBUTED_DEBUG=DETAIL, torch would refuse the next collective of
+    a group that has sent any."""
+    if dims.pp == 1:
+        return parallel_state.get_pipeline_model_parallel_group()
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    group, _ = dist.new_subgroups_by_enumeration(
+        dims.pipelines, timeout=timeout, group_desc="PIPELINE_P2P_GROUP"
+    )
+    return group
 
 
 def _check_same_groups(dims: ParallelDims) -> None:

@@ -92,14 +92,6 @@ def transformer_config(
         perform_initialization=False,
         use_cpu_initialization=not platform.is_cuda,
         deallocate_pipeline_outputs=True,  # a sent output keeps its graph, without its data
-        # gloo has no batched send and receive of Megatron's kind. Interleaved stages do not use it
-        # either: where two ranks are each other's next and previous rank at once, the batch would
-        # confuse hidden states with gradients.
-        batch_p2p_comm=platform.is_cuda and dims.virtual_stages == 1,
-        # A receive's `wait` holds up the device's queue until its data has arrived. Megatron also
-        # stops the host, for versions of torch in which a batched receive did not hold up the
-        # queue.
-        batch_p2p_sync=False,
         gradient_accumulation_fusion=not is_te
         and accumulates_fp32(cfg.model.fp32_weight_gradients, dtype, platform),
         # These fusions need CUDA kernels of Apex or Transformer Engine.

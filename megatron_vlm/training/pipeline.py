@@ -79,7 +79,9 @@ class Stage:
         between: dict[str, Any] = {}
         if dims.pp > 1:
             batches = [kind.batch_of(item) for item in items]
-            between["p2p_communicator"] = KnownShapeP2P(self.grid, config, self.sizes, batches)
+            between["p2p_communicator"] = KnownShapeP2P(
+                self.grid, config, self.sizes, batches, self.device
+            )
             between["pg_collection"] = self.chunks[0].pg_collection
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
@@ -204,12 +206,18 @@ Shape = tuple[int, int, int]
 
 class KnownShapeP2P(P2PCommunicator):
     """Megatron's communicator for one run of the schedule over these micro-batches, without its
-    exchange of shapes."""
+    exchange of shapes. All that a stage sends and receives at a time is one batch."""
 
     def __init__(
-        self, grid: RankGroups, config: Any, sizes: ModelSizes, batches: Sequence[MicroBatch]
+        self,
+        grid: RankGroups,
+        config: Any,
+        sizes: ModelSizes,
+        batches: Sequence[MicroBatch],
+        device: torch.device,
     ) -> None:
-        super().__init__(grid.pp.group, config)
+        super().__init__(grid.p2p, config)
+        self.device = device
         dims, stage = grid.dims, grid.pp.rank
         pp, chunks = dims.pp, dims.virtual_stages
         order = get_schedule_table(len(batches), chunks, config.microbatch_group_size_per_vp_stage)
@@ -239,19 +247,45 @@ class KnownShapeP2P(P2PCommunicator):
         self.from_prev = iter(outputs((stage - 1) % pp))
         self.from_next = iter(gradients((stage + 1) % pp))
 
-    def _communicate_shapes(
+    def _communicate(
         self,
+        *,
         tensor_send_next: Tensor | None,
         tensor_send_prev: Tensor | None,
         recv_prev: bool,
         recv_next: bool,
-    ) -> tuple[Shape | None, Shape | None]:
-        """Return the shapes that this call receives."""
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        """Exchange tensors with the neighbours. Return the hidden states from the previous stage
+        and the gradient from the next one.
+
+        Of two interleaved stages each comes before and after the other. The messages between two
+        ranks arrive in order, so on both sides hidden states come first.
+        """
+        assert wait_on_reqs, "overlap_p2p_comm is false"
         if tensor_send_next is not None:
             # Check before sending: a receiver that waits for another size would never report it.
             sent, expected = tuple(tensor_send_next.shape), next(self.to_next)
             assert sent == expected, f"the next stage waits for {expected}, and this one has {sent}"
-        return (
-            next(self.from_prev) if recv_prev else None,
-            next(self.from_next) if recv_next else None,
-        )
+        hidden = self._unset(next(self.from_prev)) if recv_prev else None
+        gradient = self._unset(next(self.from_next)) if recv_next else None
+        moves = [
+            (dist.isend, tensor_send_next, self.next_rank),
+            (dist.irecv, hidden, self.prev_rank),
+            (dist.isend, tensor_send_prev, self.prev_rank),
+            (dist.irecv, gradient, self.next_rank),
+        ]
+        batch = [
+            dist.P2POp(move, tensor, rank, self.pp_group)
+            for move, tensor, rank in moves
+            if tensor is not None
+        ]
+        # On a GPU, a receive's `wait` holds up the device's queue, not the host.
+        for work in dist.batch_isend_irecv(batch) if batch else []:
+            work.wait()
+        return hidden, gradient, None
+
+    def _unset(self, shape: Shape) -> Tensor:
+        dtype = self.config.pipeline_dtype
+        return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=True)

@@ -6,12 +6,15 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
+from pytest import approx
 from torch import Tensor
 
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.family import read_family
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
+from tests.support.pool import Pool
 from tests.support.reference import load_reference, row_log_probs
 from tests.support.runs import Case, train
 from tests.support.suites import quick
@@ -116,3 +119,43 @@ def check_apart(weights, want, mean_tolerance, record_property):
     record_property("mean", mean)
     record_property("max", most)
     assert mean <= mean_tolerance and most <= MAX_TOLERANCE_LR, (mean, most)
+
+
+# Replicas take unequal numbers of micro-batches, so that stages send unequally often.
+CHECKED = {
+    "pp2-dp2": (layout(pp=2, dp=2), SHALLOW),
+    "pp2x2-dp2": (layout(pp=2, dp=2, virtual_stages=2), DEEP),
+    "pp4": (layout(pp=4), DEEP),
+    "pp4x2": (layout(pp=4, virtual_stages=2), DEEP | {"layers": 9}),
+    "tp2-pp2": (layout(tp=2, pp=2), SHALLOW),
+    "ep2": (layout(dp=2, ep=2), SHALLOW | {"experts": 4}),
+}
+
+
+def train_with_checks(*what):
+    """Train under torch's checks of each collective, as with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        losses, norms, _ = train(*what)
+        dist.barrier()
+        return losses, norms
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+@pytest.fixture(scope="module")
+def joining(process_tree):
+    """Processes whose worker makes all groups, also that of the whole job."""
+    pool = Pool(process_tree.fork, as_launched=True)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", quick(["pp2-dp2", "pp4"], CHECKED))
+def test_torchs_checks_of_collectives_find_nothing(name, joining, tiny):
+    case, sizes = CHECKED[name]
+    case = replace(case, train={"micro_batch_size": 1})
+    path, rows = tiny(**sizes), [make_rows(MIXED[:5])]
+    losses, norms = joining.run(train_with_checks, case.world, path, case, rows)[0]
+    expected = joining.run(train_with_checks, 1, path, layout(), rows)[0]
+    assert (losses, norms) == (approx(expected[0]), approx(expected[1], rel=NORM_TOLERANCE))
