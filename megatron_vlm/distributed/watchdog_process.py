@@ -19,6 +19,7 @@ from typing import IO
 
 _ASK = signal.SIGUSR2  # at this signal, a rank dumps its stacks even while C keeps Python's lock
 _DUMP_S = 2.0  # time for that: a stopped rank never does
+_WRITE_S = 60.0  # time to write the dumps: a file system or a reader of the output may hang
 
 
 class WatchdogProcess:
@@ -87,18 +88,30 @@ def dumps_of(folder: str, rank: int) -> tuple[str, str]:
 
 
 def write_dumps(folder: str, rank: int, stacks: int, collectives: int) -> None:
-    """Write the dumps. Print the stacks if they cannot be written."""
+    """Write the dumps. Print the stacks if they cannot be written. A signal ends this process if
+    that takes too long."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, _WRITE_S)
     for file, fd in zip(dumps_of(folder, rank), (stacks, collectives), strict=True):
         if not (content := os.pread(fd, os.fstat(fd).st_size, 0)):
             continue
         try:
             os.makedirs(folder, exist_ok=True)
-            with open(file, "wb") as to:
-                to.write(content)
+            _replace(folder, os.path.basename(file), content)
         except OSError:
             if fd == stacks:
                 text = content.decode(errors="replace")
                 print(f"Stacks of rank {rank}:\n{text}", file=sys.stderr, flush=True)
+
+
+def _replace(folder: str, name: str, content: bytes) -> None:
+    """Write a file in place of whatever has its name in the folder. No link is followed."""
+    place, new = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW), f"{name}.new"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new, dir_fd=place)
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=place), "wb") as to:
+        to.write(content)
+    os.rename(new, name, src_dir_fd=place, dst_dir_fd=place)
 
 
 def _await_dump(stacks: int) -> None:

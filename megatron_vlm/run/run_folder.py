@@ -161,7 +161,8 @@ def _check_ways(cfg: Config) -> None:
     # They are written under another name first.
     whole = ["config.yaml", "examples.json", HELD_OUT_LIST, MARK, *predictions]
     files = (JOB_LOCK, *_FILES, *whole, *(name + NEW for name in whole))
-    ways = dict.fromkeys(("checkpoints", "predictions", "tensorboard", "profile"), "a folder")
+    folders = ("checkpoints", "predictions", "tensorboard", "profile", "stacks")
+    ways = dict.fromkeys(folders, "a folder")
     for name, expected in {**ways, **dict.fromkeys(files, "a file")}.items():
         path = folder / name
         if (kind := _found_at(path)) not in ("nothing", expected):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.distributed import watchdog_process
+
 pytestmark = pytest.mark.alone  # it starts jobs and kills them
 
 START = """
@@ -24,8 +26,10 @@ print("ready", flush=True)
 """
 GLOO = """
 import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.barrier()
+_dump_fr_trace()  # torch takes seconds for its first record
 """
 FOR_EVER = "while True: watchdog.alive(); time.sleep(0.05)"
 
@@ -79,11 +83,69 @@ def test_no_progress_ends_it(body, where, tmp_path, monkeypatch):
 @pytest.mark.full
 def test_the_last_collectives_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("STACKS", str(tmp_path))
-    # torch takes a second or two for its first record.
-    with process("time.sleep(3600)", timeout_s=6, start=GLOO + START) as stuck:
+    with process("time.sleep(3600)", start=GLOO + START) as stuck:
         stuck.communicate(timeout=30)
     record = pickle.loads((tmp_path / "collectives_3").read_bytes())
     assert [each["profiling_name"] for each in record["entries"]] == ["gloo:barrier"]
+
+
+def write_dumps(folder: Path) -> subprocess.CompletedProcess:
+    """Let the watchdog's process write the dumps of a rank that has ended."""
+    reading, writing = os.pipe()
+    fds = reading, *(os.memfd_create(name) for name in ("stacks", "collectives"))
+    for fd in fds[1:]:
+        os.write(fd, b"dump")
+    os.close(writing)
+    words = map(str, (reading, 3, 5.0, 60.0, folder, *fds[1:]))
+    command = [sys.executable, "-I", "-S", watchdog_process.__file__, *words]
+    done = subprocess.run(command, pass_fds=fds, timeout=30, capture_output=True, text=True)
+    for fd in fds:
+        os.close(fd)
+    return done
+
+
+PLACES = "rank3.txt", "rank3.txt.new", "collectives_3", "collectives_3.new"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["symlink", "link", "mkfifo"])
+def test_dumps_replace_what_is_in_their_place(kind, place, tmp_path):
+    """A link is not followed, and nobody has to read from a pipe."""
+    folder, victim = tmp_path / "stacks", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_text("mine")
+    make = getattr(os, kind)
+    make(*([victim] if "link" in kind else []), folder / place)
+    done = write_dumps(folder)
+    assert (done.returncode, done.stderr, victim.read_text()) == (0, "", "mine")
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "rank3.txt": "dump",
+        "collectives_3": "dump",
+    }
+
+
+def test_dumps_do_not_follow_a_link_of_their_folder(tmp_path):
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "stacks").symlink_to("victim")
+    done = write_dumps(tmp_path / "stacks")
+    assert (done.returncode, done.stderr) == (0, "Stacks of rank 3:\ndump\n")
+    assert not [*(tmp_path / "victim").iterdir()]
+
+
+BLOCKED = """
+import os
+from megatron_vlm.distributed import watchdog_process
+watchdog_process._WRITE_S = 0.1
+stacks, collectives = os.memfd_create("stacks"), os.memfd_create("collectives")
+os.write(stacks, bytes(10**6))
+watchdog_process.write_dumps("", 3, stacks, collectives)
+"""
+
+
+def test_its_process_ends_even_if_it_cannot_write():
+    """Nobody reads the pipe, which has no room for the stacks."""
+    with subprocess.Popen([sys.executable, "-c", BLOCKED], stderr=subprocess.PIPE) as writing:
+        assert writing.wait(60) == -signal.SIGALRM
 
 
 @pytest.mark.parametrize("progress", ["busy", "alive"])

@@ -25,7 +25,7 @@ from tests.run.test_train import command, go_pooled, run_rank, steps_of
 from tests.support.sets import write_set
 from tests.support.suites import full
 
-FOLDERS = ("export", "merged", "checkpoints", "predictions", "tensorboard", "profile")
+FOLDERS = ("export", "merged", "checkpoints", "predictions", "tensorboard", "profile", "stacks")
 SMALL = ("parallel.pp=1", "train.global_batch_size=2")
 
 
@@ -278,6 +278,7 @@ def writing_all() -> Config:
         *("checkpoints/step-00000003.partial", "predictions", "predictions/held.jsonl"),
         *("config.yaml", "config.yaml.new", "metrics.jsonl", "samples.jsonl", "examples.json"),
         *("report.html", "megatron_vlm.json.new", "job.lock", "tensorboard", "profile"),
+        "stacks",
     ],
 )
 def test_a_run_can_write_every_path_before_its_first_step(name, kind, writing_all, tmp_path):
