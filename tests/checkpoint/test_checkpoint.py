@@ -5,10 +5,11 @@ test_retention.py has the files."""
 
 import contextlib
 import json
-import random
+import os
 import re
+import signal
+import sys
 import threading
-import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing.connection import Connection
@@ -37,7 +38,6 @@ from tests.support.error_fields import raises
 from tests.support.limits import files_of_at_most
 from tests.support.pool import Pool
 from tests.support.process_tree import ProcessTree
-from tests.support.random_runs import LONG
 from tests.support.runs import Case, my_rows, refusal
 from tests.support.suites import quick, slow
 
@@ -456,50 +456,61 @@ def test_a_checkpoint_without_every_tensor_is_refused():
         assert list(caught.value.found) == names and "6 of 12" in caught.value.found["a"]
 
 
-def run_until_killed(connection: Connection, path: str, run: Path, steps: int) -> None:
-    """Run steps from the latest checkpoint of the run, and report each save."""
+def run_until_killed(
+    connection: Connection, path: str, run: Path, steps: int, kill_at: int | None
+) -> None:
+    """Run steps from the latest checkpoint of the run, and send what each save does to files. With
+    `kill_at`, the process is killed just before it does the one of this number in its second
+    save."""
+    saves: list[list[str]] = []
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("open", "os.mkdir", "os.rename") and str(arguments[0]).startswith(str(run)):
+            saves[-1:] and saves[-1].append(f"{event} {Path(arguments[0]).suffix}")
+            if len(saves) == 2 and len(saves[-1]) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
     worker = MegatronWorker(replace(layout(), optim={"lr": LR}).config(path))
     latest = find_latest(run)
     done = 0 if latest is None else load(worker, latest)["step"]
+    sys.addaudithook(watch)
     for step in range(done, steps):
         worker.forward_backward(make_rows(MIXED, seed=step))
         worker.optim_step()
-        connection.send("saving")
+        saves.append([])
         save(worker, step_folder(run, step + 1), progress(step + 1), step % 2 == 0).finish()
-        connection.send("saved")
+        connection.send(saves[-1])
 
 
 def train_in_fork(
-    process_tree: ProcessTree, path: str, run: Path, steps: int, kill_at: float | None
-) -> None:
-    """Train to the last step, or kill the process at this fraction of its second save."""
-    child, times = process_tree.fork(run_until_killed, path, run, steps), []
+    process_tree: ProcessTree, path: str, run: Path, steps: int, kill_at: int | None = None
+) -> list[list[str]]:
+    """Train to the last step, or until the process is killed. Return what each save did."""
+    child, saves = process_tree.fork(run_until_killed, path, run, steps, kill_at), []
     with contextlib.suppress(EOFError):
         while True:
-            message = child.connection.recv()
-            times.append(time.monotonic())
-            if len(times) == 3 and kill_at is not None:
-                assert message == "saving"
-                time.sleep(kill_at * (times[1] - times[0]))
-                child.kill()
-                return
+            saves.append(child.connection.recv())
+    return saves
 
 
-@pytest.mark.parametrize("kills", [4, slow(40 if LONG else 12)])
-def test_killed_run_ends_as_the_run_without_a_break(kills, tiny, tmp_path, process_tree):
-    """The run is killed at random moments of its saves, and resumed in a new process."""
-    steps, cut_short, rng = 2 * kills + 1, 0, random.Random(0)
+@pytest.mark.parametrize("stride", [5, slow(1)])
+def test_killed_run_ends_as_the_run_without_a_break(stride, tiny, tmp_path, process_tree):
+    """The run is killed at each step of a save, or at some of them, and resumed in a new
+    process."""
     run, straight = tmp_path / "run", tmp_path / "straight"
     model = tiny(layers=2, vision_depth=1, deepstack=1)
-    for _ in range(kills):
+    _, deeds, *_ = train_in_fork(process_tree, model, tmp_path / "first", 3)
+    places = range(1, len(deeds) + 1, stride)
+    steps, renamed = 2 * len(places) + 1, deeds.index("os.rename .partial") + 1
+    assert 1 in places and any(renamed < place for place in places)
+    for place in places:
         before = find_latest(run)
-        train_in_fork(process_tree, model, run, steps, rng.random())
-        cut_short += any(run.glob("*.partial"))
+        assert len(train_in_fork(process_tree, model, run, steps, place)) == 1
+        assert any(run.glob("*.partial")) == (1 < place <= renamed)
         after = find_latest(run)
         assert after is not None and (before is None or after > before)
-    train_in_fork(process_tree, model, run, steps, None)
-    train_in_fork(process_tree, model, straight, steps, None)
-    assert cut_short >= kills // 4
+    train_in_fork(process_tree, model, run, steps)
+    train_in_fork(process_tree, model, straight, steps)
     for file in step_folder(straight, steps).iterdir():
         assert (step_folder(run, steps) / file.name).read_bytes() == file.read_bytes(), file.name
     assert not list(run.glob("*.partial"))
