@@ -5,6 +5,15 @@ The public names are those of __init__.pyi. Each is imported from its module at 
 `import megatron_vlm` loads neither torch nor Megatron.
 """
 
+import os
+import signal
+import sys
+
+# Until our command has a handler, Ctrl-C ends it as it ends other programs: without a traceback.
+_is_command = {"megatron-vlm", "megatron_vlm.cli"} & set(map(os.path.basename, sys.orig_argv[1:3]))
+if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import importlib
 import logging
 import warnings

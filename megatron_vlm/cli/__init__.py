@@ -1,9 +1,10 @@
 """The `megatron-vlm` command. Slow imports are inside functions."""
 
 import os
+import signal
 import sys
 
-from megatron_vlm.distributed.process import DEBUG, ended_by_signals, print_to_user
+from megatron_vlm.distributed.process import DEBUG, INTERRUPTED, ended_by_signals, print_to_user
 from megatron_vlm.errors import MegatronVLMError, sentences
 
 _RUNS = ("train", "rl", "eval", "score", "serve")  # commands that schedulers stop and start again
@@ -11,13 +12,15 @@ _RUNS = ("train", "rl", "eval", "score", "serve")  # commands that schedulers st
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the arguments and run the command; return the exit status. Errors that a user can
-    correct end with one sentence and without a traceback."""
+    correct end with one sentence, and Ctrl-C with none; neither has a traceback."""
     arguments = sys.argv[1:] if argv is None else argv
     words = [word for word in arguments if word != "--debug"]  # the option may be anywhere
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # they stay in the output
     if debug := len(words) < len(arguments):
         os.environ[DEBUG] = "1"  # for the processes that a command starts
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set while the package was imported
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if words[:1] and words[0] in _RUNS:
             with ended_by_signals():
                 return _run(words)
@@ -28,6 +31,10 @@ def main(argv: list[str] | None = None) -> int:
         for line in lines:
             print_to_user(line)
         return 2
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        return INTERRUPTED
 
 
 def _run(words: list[str]) -> int:

@@ -174,6 +174,31 @@ def test_a_signal_while_it_imports_ends_it_as_one_before_the_first_step(
     assert done.stderr == "megatron-vlm: stopped by a signal: there is nothing to save\n"
 
 
+AT_IMPORT = """
+import os, signal, sys
+class Imports:
+    def find_spec(self, name, *_):
+        if name == os.environ["AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Imports())
+"""
+SCRIPT_OF_PIP = "import sys\nfrom megatron_vlm.cli import main\nsys.exit(main())\n"
+
+
+@pytest.mark.parametrize("at", ["logging", "megatron_vlm.errors", "megatron_vlm.cli.parser"])
+@pytest.mark.parametrize("form", ["module", full("script")])
+def test_an_interrupt_while_the_command_is_imported_has_no_traceback(form, at, tmp_path):
+    """A shell has status 130 for both: the process returns it, or SIGINT ends the process."""
+    (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
+    (tmp_path / "megatron-vlm").write_text(SCRIPT_OF_PIP)
+    words = ["-m", "megatron_vlm.cli"] if form == "module" else [str(tmp_path / "megatron-vlm")]
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    environment = os.environ | {"PYTHONPATH": path, "AT": at}
+    words = [sys.executable, *words, "inspect"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode in (130, -signal.SIGINT) and done.stderr == ""
+
+
 @pytest.mark.parametrize(
     ("line", "environment", "started"),
     [
