@@ -105,7 +105,7 @@ def write_dumps(folder: str, rank: int, stacks: int, collectives: int) -> None:
 
 
 def _replace(folder: str, name: str, content: bytes) -> None:
-    """Write a file in place of whatever has its name in the folder. No link is followed."""
+    """Write a file in place of anything that has its name in the folder. Follow no link."""
     place, new = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW), f"{name}.new"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new, dir_fd=place)

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.io.atomic import MARK, begin, partial_of
 from tests.support.checkpoints import find_latest
 from tests.support.error_fields import raises
-from tests.support.random_runs import LONG
 from tests.support.suites import slow
 
 ROOT = Path(__file__).parents[2]
@@ -350,7 +348,7 @@ def test_no_torch():
 
 
 WRITER = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from megatron_vlm.checkpoint.manifest import read_manifest, write_file
 from megatron_vlm.checkpoint.retention import commit, prune, step_folder
@@ -360,6 +358,15 @@ run = Path(sys.argv[1])
 latest = find_latest(run)
 step = 0 if latest is None else int(latest.name[5:13])
 head = None if latest is None else read_manifest(latest)
+left = int(sys.argv[2])
+def watch(event, arguments):
+    global left
+    changes = event in ("open", "os.mkdir", "os.rename", "os.remove", "shutil.rmtree")
+    if changes and str(arguments[0]).startswith(sys.argv[1]):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
 while True:
     step += step % 3 != 0 or not step_folder(run, step).exists()  # some are replaced
     print("begin", step, flush=True)
@@ -389,7 +396,7 @@ def test_a_reader_takes_the_next_where_one_is_removed_under_it(tmp_path):
     """The run does nothing but write checkpoints, and keeps only the last one."""
     writer = WRITER.replace("prune(run, head, 2, 5)", "prune(run, head, 1)")
     go_on(tmp_path, (1,))
-    command, verified = [sys.executable, "-c", writer, str(tmp_path)], set()
+    command, verified = [sys.executable, "-c", writer, str(tmp_path), "0"], set()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         try:
             while len(verified) < 20:
@@ -401,19 +408,17 @@ def test_a_reader_takes_the_next_where_one_is_removed_under_it(tmp_path):
             process.kill()
 
 
-@pytest.mark.parametrize("kills", [12, slow(300 if LONG else 60)])
-def test_killed_at_random_moments(kills, tmp_path):
-    rng, cut_short = random.Random(kills), 0
-    for _ in range(kills):
-        command = [sys.executable, "-c", WRITER, str(tmp_path)]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            times = [(writer.stdout.readline(), time.monotonic()) for _ in range(3)]
-            time.sleep(rng.uniform(0, times[1][1] - times[0][1]))
-            writer.send_signal(signal.SIGKILL)
-            output = [line for line, _ in times] + writer.stdout.readlines()
-        complete = max(int(line[4:]) for line in output if line.startswith("end "))
-        cut_short += any(tmp_path.glob("*.partial"))
+@pytest.mark.parametrize("stride", [10, slow(1)])
+def test_killed_at_each_step(stride, tmp_path):
+    """A step opens, renames or removes something. Four checkpoints are written in 120 of them."""
+    complete, cut_short = 0, set()
+    for place in range(1, 120, stride):
+        command = [sys.executable, "-c", WRITER, str(tmp_path), str(place)]
+        killed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert killed.returncode == -signal.SIGKILL
+        ends = [int(line[4:]) for line in killed.stdout.splitlines() if line.startswith("end ")]
+        complete = max([complete, *ends])
+        cut_short.add(any(tmp_path.glob("*.partial")))
         latest = find_latest(tmp_path)
-        assert latest is not None and int(latest.name[5:13]) >= complete
-    assert cut_short > kills // 4
+        assert (0 if latest is None else int(latest.name[5:13])) >= complete
+    assert cut_short == {True, False} and complete > 4

@@ -9,7 +9,6 @@ import io
 import os
 import socket
 import threading
-import time
 import zlib
 
 import numpy as np
@@ -392,10 +391,8 @@ def dripping(request):
 def test_a_server_that_drips_holds_nobody(dripping, monkeypatch):
     monkeypatch.setattr(fetching, "TOTAL_S", 0.5)
     monkeypatch.setattr(fetching, "TIMEOUT_S", 2.0)
-    started = time.monotonic()
     with raises(DataError, place="x:1", problem_has="0.5 s", remedy_has="data.image_root"):
         fetch(dripping, "x:1", only_here)
-    assert time.monotonic() - started < 15
 
 
 def test_nobody_answers():

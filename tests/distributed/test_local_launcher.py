@@ -101,9 +101,7 @@ def test_a_rank_that_loses_another_says_so_in_one_sentence(job, capfd):
 
 def test_the_first_failure_counts_and_ends_the_others(job, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("megatron_vlm.distributed.launch.restart.RANK_GRACE_S", 0.5)
-    start = time.monotonic()
-    assert job("time.sleep(60) if rank == 0 else sys.exit(7)") == 7
-    assert time.monotonic() - start < 30
+    assert job("time.sleep(3600) if rank == 0 else sys.exit(7)") == 7
     assert "rank 1 ended with exit status 7" in capfd.readouterr().err
     pid = int((tmp_path / "0-0").read_text()[1:])
     with pytest.raises(ProcessLookupError):

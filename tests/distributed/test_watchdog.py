@@ -151,8 +151,8 @@ def test_its_process_ends_even_if_it_cannot_write():
 @pytest.mark.parametrize("progress", ["busy", "alive"])
 def test_progress_goes_on(progress, tmp_path, monkeypatch):
     monkeypatch.setenv("STACKS", str(tmp_path / "stacks"))
-    body = f"for _ in range(30): watchdog.{progress}(); time.sleep(0.05)\nwatchdog.stop()"
-    with process(body) as working:
+    body = f"for _ in range(50): watchdog.{progress}(); time.sleep(0.05)\nwatchdog.stop()"
+    with process(body, timeout_s=1.5) as working:
         working.communicate(timeout=30)
     assert working.returncode == 0 and not (tmp_path / "stacks").exists()
 
@@ -206,7 +206,7 @@ def test_work_is_progress_at_the_start(began, status):
 
 
 READING = """
-for _ in range(30):
+for _ in range(50):
     with open(sys.argv[1], "rb") as file: file.read()
     time.sleep(0.05)
 """
@@ -216,7 +216,7 @@ for _ in range(30):
 def test_bytes_that_move_are_progress_where_files_are_read(files, status, tmp_path):
     (tmp_path / "file").write_bytes(bytes(2**17))
     body = f"watchdog.begin_phase(5, 'opening', files={files})" + READING + "watchdog.stop()"
-    with process(body, str(tmp_path / "file")) as reading:
+    with process(body, str(tmp_path / "file"), timeout_s=1.5) as reading:
         reading.communicate(timeout=30)
     assert reading.returncode == status
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_vlm.config import load_config
 from megatron_vlm.data.worker_processes import map_in_processes
-from megatron_vlm.distributed.agreement import Vote, fail_together, store_barrier
+from megatron_vlm.distributed.agreement import Vote, fail_together, job_store, store_barrier
 from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.errors import ConfigError, DataError, LostError
 from megatron_vlm.train import run_train, train
@@ -189,17 +189,20 @@ def test_a_meeting_place_that_says_nothing_ends_the_run(folder, tiny, process_tr
 
 
 def test_ranks_meet_however_late_one_is(pool):
-    early, late = (answer for answer in pool.run(arrive, 2))
-    assert early > 1.0 > late
+    (_, early_left), (late_came, _) = pool.run(arrive, 2)
+    assert early_left >= late_came
 
 
-def arrive() -> float:
-    """Return the seconds that this rank waited."""
+def arrive() -> tuple[float, float]:
+    """Return when this rank came to the barrier, and when it left. Rank 1 comes when rank 0 has
+    waited there for some time."""
     if os.environ["RANK"] == "1":
-        time.sleep(1.5)
-    start = time.monotonic()
+        while job_store().read("meet/here/0") is None:
+            time.sleep(0.01)
+        time.sleep(0.5)
+    came = time.monotonic()
     store_barrier("here")
-    return time.monotonic() - start
+    return came, time.monotonic()
 
 
 CPU = torch.device("cpu")

@@ -443,10 +443,10 @@ def test_bytes_that_are_no_protobuf(name):
     ids=["datums", "chunks", "shape", "unknown"],
 )
 def test_many_fields_in_few_bytes(body):
-    begun = time.monotonic()
+    begun = time.process_time()
     with raises(RequestError, place="the body", problem_has=f"{MAX_FIELDS} fields"):
         read_forward_backward(body)
-    assert time.monotonic() - begun < 10  # 0.5 s on an idle machine
+    assert time.process_time() - begun < 10  # measured: 0.5
 
 
 def test_fields_that_nobody_knows_are_passed_over():
