@@ -34,6 +34,11 @@ class ThoughtMarks:
         """The mark alone."""
         return self.opened.split("\n")[0]
 
+    @property
+    def _token(self) -> str:
+        """The token that begins the mark: <|channel> of <|channel>thought."""
+        return self.start.partition(">")[0] + ">"
+
     def is_open(self, opening: str) -> bool:
         """Return whether a prompt that ends in this text leaves its block open."""
         return self.start in opening and self.end not in opening
@@ -53,6 +58,15 @@ class ThoughtMarks:
             return None
         thoughts = text.split(self.end)[0].rstrip("\n").split(self.start)[-1].lstrip("\n")
         return thoughts, text.split(self.end)[-1].lstrip("\n")
+
+    def drop_open(self, text: str) -> str:
+        """Return the text of an answer without a block that it has not closed."""
+        start = text.rfind(self._token)
+        return text[:start] if start > text.rfind(self.end) else text
+
+    def cut_out(self, text: str) -> str:
+        """Return a text without its blocks and lone closing marks, as Gemma's template shows it."""
+        return "".join(part.partition(self._token)[0] for part in text.split(self.end))
 
 
 FoundCall = tuple[str, dict[str, Any]]  # name and arguments

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, Handle
-from megatron_vlm.data.records.record import ChatMessage
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
@@ -169,7 +168,9 @@ class EpisodeRunner:
             seed = seed_of(self.cfg.train.seed, step, episode, turn)
             answer = await queue.ask(episode.prompt(), seed, 1 if turn else sharers)
             self._check_routing(episode, answer)
-            episode.add_completion(answer, self.text(answer.ids))
+            text = self.text(answer.ids)
+            episode.said.append(dialogue.answer(episode.segments[-1].ids, text))
+            episode.add_completion(answer, text)
             response = await asyncio.wrap_future(
                 self.reward_pool.step(episode.number, episode.answers[-1])
             )
@@ -204,8 +205,7 @@ class EpisodeRunner:
         reply, is_continued = dialogue.reply(messages, where, episode.record)
         if turn + 1 == rl.turns:
             return False
-        # The template finds the thoughts in the text of an answer.
-        episode.said += [ChatMessage("assistant", (episode.answers[-1],)), *said]
+        episode.said += said
         if is_continued:
             length = len(episode.segments[-1].ids) + len(reply.ids_S) + 1
         else:

@@ -9,12 +9,14 @@ from typing import Any
 from megatron_vlm.data.records.formats import VARIABLE_KEYS
 from megatron_vlm.data.records.record import ChatMessage, Conversation
 from megatron_vlm.data.tokens.answer_message import message_of
+from megatron_vlm.data.tokens.chat_template import ChatTemplate
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
 
 _NO_RECORD: Mapping[str, Any] = MappingProxyType({})
 _NO_LIMIT = 2**31 - 1  # tokens
+_LAST = 16  # tokens of a prompt, at its end, among which it opens thoughts
 # Stand-ins for the question and the answer: a template renders the later turns in the same way
 # after any text. One that leaves out how an answer was opened shows results only after a call.
 _BEFORE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
@@ -32,7 +34,8 @@ class TurnEncoder:
         cfg = replace(reader.encoder.cfg, truncation="error", **program)
         self.reader = replace(reader, kind="chat", encoder=replace(reader.encoder, cfg=cfg))
         # A conversation has what a model wrote, and rl.max_tokens limits its length.
-        whole = replace(cfg, special_tokens="escape", system=None, max_tokens=_NO_LIMIT)
+        limits: dict[str, Any] = {"max_tokens": _NO_LIMIT, "max_images": None}
+        whole = replace(cfg, special_tokens="escape", system=None, **limits)
         self.whole = replace(self.reader, encoder=replace(reader.encoder, cfg=whole))
         self.prompts = reader
         renderer = reader.encoder.renderer
@@ -89,17 +92,29 @@ class TurnEncoder:
         reply = replace(row, ids_S=row.ids_S[count:], labels_S=row.labels_S[count:])
         return reply, is_same and is_shown_whole
 
+    def answer(self, prompt: Sequence[int], text: str) -> ChatMessage:
+        """Return an answer as a message. If its prompt has opened a block of thoughts, the mark
+        that opens it is the first of two parts."""
+        opened = self.chat_format.thoughts.opened
+        end = str(self.prompts.encoder.renderer.tokenizer.decode(prompt[-_LAST:]))
+        is_open = end.rstrip().endswith(opened.rstrip())
+        return ChatMessage("assistant", (opened, text) if is_open else (text,))
+
     def conversation(
         self, opening: Conversation, said: Sequence[ChatMessage], shown: Sequence[Row], where: str
     ) -> list[int]:
         """Return the tokens of a conversation up to the start of the next answer, with the answers
         as text. Its pictures are those of the rows that were shown, and are not read again."""
-        turns = [
-            message_of("".join(map(str, turn.parts)), self.chat_format, opening.tools)
-            if turn.role == "assistant"
-            else turn
-            for turn in said
-        ]
+        template = self.whole.encoder.renderer.for_chat(opening).template
+        turns: list[ChatMessage] = []
+        has_calls = True  # the last answer has calls that can be read
+        for turn in said:
+            if turn.role == "assistant":
+                turn = self._shown(turn, template, opening.tools)
+                has_calls = bool(turn.tool_calls) or self.chat_format.begin_answer is None
+            elif turn.role == "tool" and not has_calls:  # the template would leave it out
+                turn = replace(turn, role="user")
+            turns.append(turn)
         chat = replace(opening, where=where, turns=(*opening.turns, *turns))
         sample = self.whole.encode_chat(chat, prompt=True)
         image_grids, video_grids = (
@@ -109,6 +124,17 @@ class TurnEncoder:
         assert list(sample.image_grids) == image_grids, (sample.image_grids, image_grids)
         assert list(sample.video_grids) == video_grids, (sample.video_grids, video_grids)
         return sample.ids_S.tolist()
+
+    def _shown(
+        self, turn: ChatMessage, template: ChatTemplate, tools: Sequence[Mapping[str, Any]]
+    ) -> ChatMessage:
+        """Return an answer as the template shows it once others follow. A template that knows
+        thoughts cuts them out then: those that the answer has not closed are cut out here."""
+        text = str(turn.parts[-1])
+        if template.shows_reasoning:
+            text = self.chat_format.thoughts.drop_open("".join(map(str, turn.parts)))
+        message = message_of(text, self.chat_format, tools)
+        return message if template.shows_thoughts_of(message) else replace(message, reasoning="")
 
     def parse_opening(
         self, messages: Sequence[Mapping[str, Any]] | None, where: str, record: Mapping[str, Any]

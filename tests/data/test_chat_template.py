@@ -255,7 +255,7 @@ def test_templates_that_are_not_chatml_are_refused(reader, tiny):
         tokenizer.chat_template = template
         encoder = reader().encoder
         with pytest.raises(ConfigError, match=words):
-            encoder.renderer = ChatRenderer(tokenizer, "refuse", CHAT)
+            encoder.renderer = ChatRenderer(tokenizer, CHAT)
             record_reader = replace(reader(), encoder=encoder)
             record_reader.encode(CHATS["text"], "x:1")
 

@@ -65,8 +65,7 @@ def thinking(tiny, tmp_path_factory):
         cfg = replace(DataConfig(), **options)
         encoder = make_encoder(tiny(), replace(cfg, template_kwargs={}))
         kind = type(encoder.renderer)
-        chat_format, special = encoder.renderer.chat_format, cfg.special_tokens
-        encoder.renderer = kind(tokenizer, special, chat_format, cfg.template_kwargs)
+        encoder.renderer = kind(tokenizer, encoder.renderer.chat_format, cfg.template_kwargs)
         return make_reader(encoder, cfg, read_sizes(tiny()), str(folder))
 
     processor = hf_processor(tiny())

@@ -95,8 +95,11 @@ def answer_of(name: str, number: int) -> str:
     return RELEASED[name][1].format(n=number) + f"red {number}"
 
 
-def play(runner: EpisodeRunner, name: str) -> tuple[list[Group], list[Row]]:
-    """Play an episode of each prompt, and return what the sampler was asked."""
+def play(
+    runner: EpisodeRunner, name: str, drawn: Iterator[list[int]] = iter(())
+) -> tuple[list[Group], list[Row]]:
+    """Play an episode of each prompt, and return what the sampler was asked. The first answers
+    have the tokens in `drawn`."""
     asked: list[Row] = []
 
     async def sample(prompt: Row, settings: Any, seeds: Any) -> list[Completion]:
@@ -104,7 +107,7 @@ def play(runner: EpisodeRunner, name: str) -> tuple[list[Group], list[Row]]:
         completions = []
         for seed in seeds:
             ids = runner.tokenizer(answer_of(name, seed % 7)).input_ids
-            ids.append(runner.dialogues[0].end_id)
+            ids = next(drawn, [*ids, runner.dialogues[0].end_id])
             log_probs = tuple(-1.0 - place / 64 for place in range(len(ids)))
             # The experts say how long the prompt of their request was.
             routing_SLK = torch.full((len(prompt.ids_S) + len(ids), 1, 1), len(prompt.ids_S))
@@ -187,6 +190,31 @@ def test_a_new_row_begins_where_the_template_rewrites(looks):
         for segment in episode.segments:
             first = next(n for n, each in enumerate(segment.log_probs) if each is not None)
             assert segment.ids[:first] in seen
+
+
+# Answers with thoughts and a call, whose marks are tokens; or which text spells, in two pieces.
+MARKED = {
+    "gemma4": "<|channel>thought\nI\n<channel|>red <|tool_call>call:a{}<tool_call|><channel|>",
+    "qwen3_5": "I\n</think>\n\nred <tool_call>\n</tool_call><think>no",
+}
+SPELLED = {"gemma4": ("<|tur", "n>user\nhi<turn", "|>"), "qwen3_5": ("<|im_st", "art|>user\nhi")}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_what_was_drawn_is_learnt_wherever_an_answer_is_cut(name, tiny, tmp_path):
+    is_gemma = name == "gemma4"
+    path = tiny(family="gemma4") if is_gemma else tiny(deepstack=1, from_scratch=True)
+    template = (Path(path) / "chat_template.jinja").read_text() if is_gemma else template_of(name)
+    for runner in opened_with(path, tmp_path, template, "Looks"):
+        pieces = runner.tokenizer([MARKED[name], *SPELLED[name]], add_special_tokens=False)
+        whole = [id for piece in pieces.input_ids for id in piece]
+        cuts = [whole[:end] for end in range(1, len(whole) + 1, 3)]
+        rest, learnt = iter(cuts), []
+        while len(learnt) < len(cuts):
+            groups, _ = play(runner, "qwen3_5", rest)
+            rows = make_train_batch(groups, runner.cfg, runner.data.work, 1).rows
+            learnt += [each.row.labels_S[is_drawn(each.row)].tolist() for each in rows]
+        assert all(cut in learnt for cut in cuts)
 
 
 FORGETS = "{%- if messages|length > 2 %}{%- set messages = messages[2:] %}{%- endif %}"

@@ -25,13 +25,16 @@ def with_thoughts(turn: ChatMessage, chat_format: ChatFormat) -> ChatMessage:
 def message_of(
     text: str, chat_format: ChatFormat, tools: Sequence[Mapping[str, Any]]
 ) -> ChatMessage:
-    """Return an answer with its thoughts and, if all can be read, its calls."""
+    """Return an answer with its first thoughts and, if all can be read, its calls. Later thoughts
+    are cut out, as the template would do."""
     message, calls = ChatMessage("assistant", (text,)), chat_format.calls
-    message = with_thoughts(message, chat_format)
-    said = str(message.parts[0])
-    found = calls.read(said, tools) if calls.start in chat_format.shown else None
-    if not found:
+    if calls.start not in chat_format.shown:
         return message
+    message = with_thoughts(message, chat_format)
+    said, cut_out = str(message.parts[0]), chat_format.thoughts.cut_out
+    found = calls.read(said, tools)
+    if not found:
+        return replace(message, parts=(cut_out(said),))
     functions = ({"name": name, "arguments": values} for name, values in found)
     named = tuple({"type": "function", "function": each} for each in functions)
-    return replace(message, parts=(said.partition(calls.start)[0],), tool_calls=named)
+    return replace(message, parts=(cut_out(said.partition(calls.start)[0]),), tool_calls=named)

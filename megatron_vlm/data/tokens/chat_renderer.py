@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.records.record import Conversation
 from megatron_vlm.data.tokens.answer_message import with_thoughts
 from megatron_vlm.data.tokens.chat_template import THINKING_VARIABLE, AnswerOpening, ChatTemplate
@@ -44,7 +45,6 @@ class ChatRenderer:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        special_tokens: str,
         chat_format: ChatFormat,
         variables: Mapping[str, Any] | None = None,
     ):
@@ -56,7 +56,7 @@ class ChatRenderer:
         )
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, self.outside, chat_format, dict(variables or {}))
-        self.special_tokens, self.chat_format = special_tokens, chat_format
+        self.chat_format = chat_format
         names, marks = chat_format.tokens, chat_format.marks
         add_special_tokens(tokenizer, names)
         with self.outside.wrap_errors("cannot look up its tokens"):
@@ -92,9 +92,7 @@ class ChatRenderer:
         if key not in self._with_variables:
             variables = {**self.template.variables, **chat.variables}
             try:
-                renderer = ChatRenderer(
-                    self.tokenizer, self.special_tokens, self.chat_format, variables
-                )
+                renderer = ChatRenderer(self.tokenizer, self.chat_format, variables)
             except ConfigError as error:
                 name = str(error.key).removeprefix("data.template_kwargs.")
                 remedy = f"correct it, or set data.ignore_keys=[{name}]"
@@ -109,7 +107,7 @@ class ChatRenderer:
         self,
         chat: Conversation,
         videos: Sequence[str],
-        train_on: str | Sequence[str],
+        cfg: DataConfig,
         bounded: Callable[[str], str] = str,
         prompt: bool = False,
     ) -> Rendered:
@@ -118,7 +116,7 @@ class ChatRenderer:
         prompt is followed by what opens an answer."""
         turns = tuple(with_thoughts(turn, self.chat_format) for turn in chat.turns)
         chat = replace(chat, turns=turns)
-        chat, cut = cut_special_tokens(chat, self.special, self.special_tokens)
+        chat, cut = cut_special_tokens(chat, self.special, cfg.special_tokens)
         text = self.template.text_of(chat)
         opening = self.template.opening_of(chat, text) if prompt else ""
         begin_answer = self.chat_format.begin_answer
@@ -132,7 +130,7 @@ class ChatRenderer:
         rendered_messages = self._messages(chat, text, ids_U, starts_U)
         weights_U = np.zeros(len(ids_U), dtype=np.float32)
         for message, is_trained in zip(
-            rendered_messages, choose_trained(rendered_messages, train_on), strict=True
+            rendered_messages, choose_trained(rendered_messages, cfg.train_on), strict=True
         ):
             if is_trained and message.turns:
                 first = message.body + self._given(message, ids_U)

@@ -23,6 +23,7 @@ from megatron_vlm.family.chat_format import ChatFormat, Openings
 from megatron_vlm.io.untrusted import UntrustedFile, reason
 
 _THOUGHT = "thought before it is said"  # text that no template has
+_CALL = {"type": "function", "function": {"name": "a", "arguments": {}}}
 _PATIENCE_S = 60.0  # limit for a template to render a chat, which takes milliseconds
 THINKING_VARIABLE = "enable_thinking"  # variable of a chat template
 THINKING_VARIABLES = (THINKING_VARIABLE, "preserve_thinking")  # A template would take "no" for yes.
@@ -90,8 +91,7 @@ class ChatTemplate:
         if self.chat_format.begin_answer is not None:
             asked = max((n for n, turn in enumerate(turns) if turn.role == "user"), default=-1)
             turns = turns[asked + 1 :]
-        thinking = [turn for turn in turns if turn.reasoning]
-        return [] if not thinking or self.shows_reasoning else thinking
+        return [turn for turn in turns if turn.reasoning and not self.shows_thoughts_of(turn)]
 
     def opening_of(self, chat: Conversation, text: str) -> str:
         """Return what the template adds to the text of a chat when an answer is to follow."""
@@ -113,8 +113,20 @@ class ChatTemplate:
     @cached_property
     def shows_reasoning(self) -> bool:
         """True if the template shows the last answer's reasoning; Qwen's show no earlier one."""
-        answer = {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT}
+        return self._shows_reasoning_with({"content": "b"})
+
+    @cached_property
+    def _shows_reasoning_of_calls(self) -> bool:
+        """True if it shows reasoning before a call, as those of Gemma that show no other."""
+        return self._shows_reasoning_with({"content": "", "tool_calls": [_CALL]})
+
+    def _shows_reasoning_with(self, fields: Mapping[str, Any]) -> bool:
+        answer = {"role": "assistant", **fields, "reasoning_content": _THOUGHT}
         return _THOUGHT in self._apply([{"role": "user", "content": "a"}, answer])
+
+    def shows_thoughts_of(self, turn: ChatMessage) -> bool:
+        """Return whether the template shows the reasoning of such an answer, if it is the last."""
+        return self.shows_reasoning or (bool(turn.tool_calls) and self._shows_reasoning_of_calls)
 
     @cached_property
     def _reads_thoughts_in_text(self) -> bool:
@@ -186,10 +198,9 @@ class ChatTemplate:
     @cached_property
     def openings(self) -> Openings:
         """Text that the template adds after a question, and after the result of a tool."""
-        call = {"type": "function", "function": {"name": "a", "arguments": {}}}
         chat: list[dict[str, Any]] = [
             {"role": "user", "content": ""},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
             {"role": "tool", "content": ""},
         ]
         return Openings(self.opening, self._opening_after(chat))

@@ -56,7 +56,7 @@ class Encoder:
             bounded = partial(self._shorten_long_text, where=record.where)
             chat = write_boxes_as_text(record, sizes, self.renderer.chat_format.y_first)
             renderer = self.renderer.for_chat(chat)
-            rendered = renderer.render(chat, texts, self.cfg.train_on, bounded, prompt)
+            rendered = renderer.render(chat, texts, self.cfg, bounded, prompt)
         else:
             rendered = self._read_chunks(record, image_grids)
         whole, spans = self._expand(record, rendered, image_grids, plans)

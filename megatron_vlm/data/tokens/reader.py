@@ -210,7 +210,7 @@ def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     folder = folder_of(model_path)
     tokenizer = read_tokenizer(model_path, cfg.add_tokens)
     family = read_family(folder)
-    renderer = ChatRenderer(tokenizer, cfg.special_tokens, family.chat, cfg.template_kwargs)
+    renderer = ChatRenderer(tokenizer, family.chat, cfg.template_kwargs)
     images, videos = family.images(folder, vars(cfg)), family.videos(folder, vars(cfg.video))
     return Encoder(renderer, images, videos, cfg)
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from megatron_vlm.family.chat_format import CallMarks, FoundCall
 
 _START, _END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_TOO_DEEP = "\n" + 64 * " "  # in indented JSON; a template calls itself for each level
 # The name has a limit, so that the time for any answer is linear in its length.
 _NAME, _SIGNS = re.compile(r"call:([^{}\s]{1,256})(?=\{)"), re.compile(r"([{}\[\],:])")
 
@@ -24,10 +25,11 @@ def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[FoundCall]
             return None
         try:
             values = json.loads("".join(_json(pieces)), parse_constant=_refuse)
-            json.dumps([name[1], values], ensure_ascii=False, allow_nan=False).encode()
+            shown = json.dumps([name[1], values], ensure_ascii=False, allow_nan=False, indent=1)
+            shown.encode()
         except (ValueError, RecursionError):
             return None
-        if not isinstance(values, dict):
+        if not isinstance(values, dict) or _TOO_DEEP in shown:
             return None
         calls.append((name[1], values))
         at = text.find(_START, end)
