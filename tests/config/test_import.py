@@ -196,7 +196,8 @@ VALUES = {
     ),
     "prompts of TRL's answers": (
         TRL | {"num_generations": 4, "per_device_train_batch_size": 8},
-        {"train.global_batch_size": 4, "rl.samples": 4, "rl.aggregate": "tokens"},
+        {"train.global_batch_size": 4, "rl.samples": 4, "rl.aggregate": "tokens"}
+        | {"data.max_tokens": 8192, "data.truncation": "error"},  # which it does not limit
         {"task": "grpo", "gpus": 2},
     ),
     "an argument file of ms-swift": (

@@ -54,10 +54,13 @@ def translate_lengths(t: Translation) -> None:
     if overlong is not None:
         t.put("data.truncation", "drop", overlong)
     elif how is not None:
-        t.put("data.truncation", t.choose(how, _TRUNCATION), how)
-        if how.value in _CUT_ELSEWHERE:
+        action = t.choose(how, _TRUNCATION)
+        t.put("data.truncation", action, how)
+        if t.is_rl and action == "image_safe":
+            t.differ("a longer prompt is left out here, and never cut", how)
+        elif how.value in _CUT_ELSEWHERE:
             t.differ("a longer record loses its end here, and never a part of an image", how)
-    else:
+    elif not t.is_rl:
         note = f"{t.trainer.title} cuts longer records; here never within an image"
         t.put("data.truncation", "image_safe", note=note)
 

@@ -118,6 +118,10 @@ class Translation:
         is_none = written is not None and self.source.settings[written].value is not None
         return None if is_none else self._defaults.get(name)
 
+    def drop_default(self, name: str) -> None:
+        """Leave out the trainer's default of a setting, which this method does not have."""
+        self._defaults.pop(name, None)
+
     def switched_on(self, name: str) -> Setting | None:
         """Return a setting if it is given and true."""
         setting = self.given(name)

@@ -66,6 +66,11 @@ def _translate_rate(t: Translation) -> None:
     translate_rate(t, default=None if t.method == "sft" else 1e-6)
 
 
+def _find_limit(t: Translation) -> None:
+    if t.is_rl:  # GRPOConfig and RLOOConfig limit no prompt
+        t.drop_default("max_length")
+
+
 TRL = Trainer(
     title="TRL",
     own_names="dataset_name dataset_config dataset_train_split dataset_test_split use_peft "
@@ -85,8 +90,8 @@ TRL = Trainer(
         "rpo_alpha": "rpo_alpha cpo_alpha",
     },
     rules=(
-        *(find_gpu_count, _check_command, _translate_adapters, _translate_data, translate_split),
-        *(_translate_supervision, translate_device_batches, _translate_rate),
+        *(find_gpu_count, _check_command, _find_limit, _translate_adapters, _translate_data),
+        *(translate_split, _translate_supervision, translate_device_batches, _translate_rate),
         *(*SHARED_RULES, translate_grpo),
     ),
 )
