@@ -34,11 +34,6 @@ class ThoughtMarks:
         """The mark alone."""
         return self.opened.split("\n")[0]
 
-    @property
-    def _token(self) -> str:
-        """The token that begins the mark: <|channel> of <|channel>thought."""
-        return self.start.partition(">")[0] + ">"
-
     def is_open(self, opening: str) -> bool:
         """Return whether a prompt that ends in this text leaves its block open."""
         return self.start in opening and self.end not in opening
@@ -61,12 +56,13 @@ class ThoughtMarks:
 
     def drop_open(self, text: str) -> str:
         """Return the text of an answer without a block that it has not closed."""
-        start = text.rfind(self._token)
-        return text[:start] if start > text.rfind(self.end) else text
+        before, end, after = text.rpartition(self.end)
+        return before + end + self.cut_out(after)
 
     def cut_out(self, text: str) -> str:
         """Return a text without its blocks and lone closing marks, as Gemma's template shows it."""
-        return "".join(part.partition(self._token)[0] for part in text.split(self.end))
+        token = self.start.partition(">")[0] + ">"  # <|channel> of <|channel>thought
+        return "".join(part.partition(token)[0] for part in text.split(self.end))
 
 
 FoundCall = tuple[str, dict[str, Any]]  # name and arguments

@@ -67,8 +67,9 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     file = write_set(tmp_path)
     pictures = [image(400, 400, seed) for seed in range(2)]
     long = {"messages": [say("user", *pictures), say("assistant", "a")], "meta": 1}
+    cut = {"messages": [say("user", "a"), say("assistant", "b " * 200)]}
     with open(file, "a") as end:
-        end.write(json.dumps(long) + "\n")
+        end.write(f"{json.dumps(long)}\n{json.dumps(cut)}\n")
     cfg = replace(
         layout(pp=2).config(str(folder)),
         run=str(tmp_path / "run"),
@@ -81,12 +82,13 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     assert "parallel.layers_per_stage=auto is [" in capsys.readouterr().out
     assert dry_run(cfg) == 0
     out = capsys.readouterr().out
-    assert "1 of 24 records dropped: nothing left to learn after the cut" in out
+    assert "1 of 25 records dropped: nothing left to learn after the cut" in out
     assert "'meta' (1)" in out
     assert "may take 64 of data.max_tokens=100: data.max_pixels=25600 makes that 25" in out
     assert "tp=1 pp=2 dp=2" in out and "First batches" in out and "activations" in out
-    assert "records left out: 1 dropped" in out and "23 samples, 4 steps of 7" in out
     flat = " ".join(out.split())
+    assert "records left out: 1 dropped; 1 record cut" in flat
+    assert "24 samples, 4 steps of 7" in out
     assert "in this machine" in flat
     without_wraps = "".join(out.split())  # a long path is broken over lines
     assert f"{tmp_path / 'run'}:checkpointsevery30minutes" in without_wraps

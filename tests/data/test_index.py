@@ -241,6 +241,28 @@ def test_keys_that_are_passed_over_are_counted(tiny, tmp_path, small_chunks):
         assert quiet.lines == remarks.lines[:-1]
 
 
+def test_what_is_cut_is_counted_and_a_prompt_is_left_out(tiny, tmp_path, small_chunks):
+    """The cache knows it, too, and a pair counts once."""
+    long, short = "a " * 200, "a"
+    chats = [[say("user", short), say("assistant", each)] for each in (short, long, long)]
+    chats.append([say("user", long), say("assistant", short)])
+    path = tmp_path / "asks.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    options = {"truncation": "image_safe", "max_tokens": 60}
+    for _ in range(2):
+        data = open_set(str(path), tiny(), tmp_path / "cache", **options)
+        remarks = Remarks.from_data(data, "data.train", data_config(None, **options))
+        assert (remarks.dropped, remarks.cut, len(data.order)) == (1, 2, 3)
+        assert any("2 of 4 records cut to the limits; " in line for line in remarks.lines)
+        asks = open_set(str(path), tiny(), tmp_path / "cache", kind="prompt", **options)
+        assert dict(asks.faults()[0]) == {"above data.max_tokens or data.max_images": 1}
+        assert (asks.cut, len(asks.order)) == (0, 3)
+    pairs = [{"messages": chats[0], "rejected": [say("assistant", long)]}]
+    pairs.append({"messages": chats[1], "rejected": [say("assistant", "b " * 200)]})
+    path.write_text("\n".join(map(json.dumps, pairs)))
+    assert open_set(str(path), tiny(), None, kind="pair", **options).cut == len(pairs)
+
+
 def test_a_mended_record_is_found(tiny, tmp_path, small_chunks):
     """A missing picture is not part of the file's digest, so its chunk must not be cached."""
     path = write_set(tmp_path, 12)

@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import PIL.Image
@@ -134,6 +135,22 @@ def test_too_long(reader):  # noqa: F811
         reader(max_tokens=20).encode(record(2), "x:1")
     with pytest.raises(RecordDropped, match="nothing left to learn after the cut"):
         reader(max_tokens=8, truncation="image_safe").encode(record(2), "x:1")
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 20}, {"max_images": 0}, {"max_tokens": 9}])
+def test_a_prompt_is_never_cut(limits, reader):  # noqa: F811
+    asked = [say("user", image(64, 64), text("a")), say("assistant", "b"), say("user", "c " * 5000)]
+    for kind, truncation in product(("chat", "prompt"), ("image_safe", "drop", "error")):
+        limited = replace(reader(truncation=truncation, **limits), kind=kind)
+        refused = DataError if truncation == "error" else RecordDropped
+        for messages in (asked[:1] * 3, asked):  # by its tokens, and by the length of its text
+            with pytest.raises(refused, match=r"data\.max_(tokens|images)"):
+                limited.encode({"messages": messages}, "x:1", prompt=kind == "chat")
+    fits = reader(truncation="image_safe", max_tokens=60)
+    whole = reader().encode({"messages": asked[:1]}, "x:1", prompt=True)
+    assert fits.encode({"messages": asked[:1]}, "x:1", prompt=True).ids_S.tolist() == (
+        whole.ids_S.tolist()
+    )
 
 
 @pytest.mark.parametrize(

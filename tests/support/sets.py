@@ -28,10 +28,12 @@ def write_set(folder: Path, rows: int = 23) -> str:
     return str(path)
 
 
-def open_set(value, model: str, cache: Path | None, share=(0, 1), train=True, **options) -> DataSet:
+def open_set(
+    value, model: str, cache: Path | None, share=(0, 1), train=True, kind="chat", **options
+) -> DataSet:
     cfg = data_config(cache, **options)
     specs = parse_sources(value, "data.train")
-    return open_data(specs, "data.train", cfg, model, read_sizes(model), share, train)
+    return open_data(specs, "data.train", cfg, model, read_sizes(model), share, train, kind)
 
 
 def data_config(cache: Path | None, **options) -> DataConfig:

@@ -145,6 +145,11 @@ class DataSet:
         dropped = Counter(rule for fault in faults for _, rule in fault.dropped)
         return dropped, [error for fault in faults for error in fault.errors]
 
+    @property
+    def cut(self) -> int:
+        """Number of records that data.truncation has cut."""
+        return sum(index.faults.cut for index in self.indexes)
+
 
 class NoSampleError(DataError):
     """Error about a set without a sample; `data` has its faults in the process that opened it."""

@@ -50,6 +50,7 @@ class StreamSet:
     work: WorkModel
     dropped: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
+    cut: int = 0  # records that data.truncation has cut so far
     passed: set[str] = field(default_factory=set)  # unused keys that were already reported
     known_ahead = False
     length = None
@@ -77,6 +78,7 @@ class StreamSet:
                 check_errors(self.errors, self.cfg)
             else:
                 taken += 1
+                self.cut += any(sample.is_cut for sample in outcome.example)
                 self._say_passed(outcome)
                 yield (
                     outcome,

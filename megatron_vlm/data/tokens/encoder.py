@@ -53,21 +53,19 @@ class Encoder:
         ]
         if isinstance(record, Conversation):
             texts = [self.videos.text(plan) for plan in plans]
-            bounded = partial(self._shorten_long_text, where=record.where)
+            bounded = partial(self._shorten_long_text, where=record.where, prompt=prompt)
             chat = write_boxes_as_text(record, sizes, self.renderer.chat_format.y_first)
             renderer = self.renderer.for_chat(chat)
             rendered = renderer.render(chat, texts, self.cfg, bounded, prompt)
         else:
             rendered = self._read_chunks(record, image_grids)
         whole, spans = self._expand(record, rendered, image_grids, plans)
-        sample = self._fit(whole, spans, record.where)
+        sample = self._fit(whole, spans, record.where, prompt)
         if prompt:
             return replace(sample, trained_S=np.zeros_like(sample.trained_S), weights_S=None)
         if not sample.num_supervised:
-            is_cut = sample is not whole
-            raise RecordDropped(
-                f"nothing {'left to learn after the cut' if is_cut else 'to learn'}"
-            )
+            more = "left to learn after the cut" if sample.is_cut else "to learn"
+            raise RecordDropped(f"nothing {more}")
         return sample
 
     def image_grid(self, image: Image, size: Size, where: str) -> Grid:
@@ -181,12 +179,12 @@ class Encoder:
             last += 1
         return first, last
 
-    def _shorten_long_text(self, text: str, where: str) -> str:
+    def _shorten_long_text(self, text: str, where: str, prompt: bool) -> str:
         """Apply data.truncation to a text far above it: its tokens could take gigabytes."""
         cfg, min_tokens = self.cfg, self.renderer.min_tokens_of(text)
         if min_tokens <= cfg.max_tokens:
             return text
-        if cfg.truncation == "image_safe":
+        if cfg.truncation == "image_safe" and not prompt:
             return self.renderer.shorten(text, cfg.max_tokens)
         raise self._too_long({"max_tokens": f"{min_tokens} tokens or more"}, where)
 
@@ -195,7 +193,7 @@ class Encoder:
     ) -> DataError | RecordDropped:
         """Return the outcome of a record that is not cut, by its count over each limit, a key of
         the data. If a sample is passed, smaller images or videos would help."""
-        if self.cfg.truncation == "drop":
+        if self.cfg.truncation != "error":  # image_safe cuts no prompt
             return RecordDropped("above data.max_tokens or data.max_images")
         smaller = f" lower {self.images.limits}," if sample and sample.image_grids else ""
         if sample and sample.video_grids:
@@ -210,15 +208,16 @@ class Encoder:
             remedy=f"raise the limit,{smaller} or set data.truncation to image_safe or drop",
         )
 
-    def _fit(self, sample: Sample, spans: Sequence[Span], where: str) -> Sample:
-        """Return the sample within data.max_tokens and data.max_images, as data.truncation says."""
+    def _fit(self, sample: Sample, spans: Sequence[Span], where: str, prompt: bool) -> Sample:
+        """Return the sample within data.max_tokens and data.max_images, as data.truncation says. A
+        prompt is never cut."""
         cfg, tokens, images = self.cfg, len(sample.ids_S), len(sample.image_grids)
         over = {}
         if tokens > cfg.max_tokens:
             over["max_tokens"] = f"{tokens} tokens"
         if cfg.max_images is not None and images > cfg.max_images:
             over["max_images"] = f"{images} images"
-        if over and cfg.truncation != "image_safe":
+        if over and (prompt or cfg.truncation != "image_safe"):
             too_long = sample if tokens > cfg.max_tokens else None
             raise self._too_long(over, where, too_long)
         return cut_sample(sample, spans, cfg.max_tokens, cfg.max_images) if over else sample

@@ -31,7 +31,7 @@ _log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
 _MAX_SURVEYED = 5000  # records that are read again to name all their unknown keys at once
-_VERSION = 10  # version of the files; raise it when the meaning of their content changes
+_VERSION = 11  # version of the files; raise it when the meaning of their content changes
 # These settings decide the content of a sample.
 _DECIDING = (
     *("exif_orientation", "max_images", "max_tokens", "truncation", "train_on", "special_tokens"),
@@ -42,12 +42,13 @@ _DECIDING = (
 
 @dataclass(frozen=True)
 class Faults:
-    """Records and keys that were left out, and the reasons, in the form that users see."""
+    """Records and keys that were left out or cut, and the reasons, in the form that users see."""
 
     dropped: tuple[tuple[str, str], ...]  # place and rule
     errors: tuple[str, ...]  # place and mistake
     passed: Mapping[str, int]  # number of records with each unused key
     contrary: int  # number of records whose answers no prompt of the template asks for
+    cut: int  # number of records that were cut
 
 
 class Index:
@@ -87,7 +88,7 @@ class Index:
             ),
             tuple(message for file in files for message in file.errors),
             sum((Counter(file.passed) for file in files), Counter()),
-            sum(len(file.contrary) for file in files),
+            *(sum(len(getattr(file, name)) for file in files) for name in ("contrary", "cut")),
         )
 
     def __len__(self) -> int:
@@ -272,6 +273,8 @@ class _Chunks:
                 chunk.samples.extend((record, sample) for sample in example)
                 if self.reader.is_contrary(raw, example[0]):
                     chunk.contrary.append(place)
+                if any(sample.is_cut for sample in example):
+                    chunk.cut.append(place)
             except RecordDropped as rule:
                 chunk.dropped.append((place, str(rule)))
             except DataError as error:

@@ -24,7 +24,7 @@ REMEDY = "delete data.cache_dir and start again"
 _SIZES = ("supervised", "patches", "patch_pairs", "images")
 _ENDS = ("token_ends", "image_ends", "video_ends")
 _COLUMNS = ("records", "digests", "rejected", *_SIZES, "checksums", *_ENDS)
-_METADATA_KEYS = ("dropped", "errors", "passed", "contrary")
+_METADATA_KEYS = ("dropped", "errors", "passed", "contrary", "cut")
 
 
 class RecordId(NamedTuple):
@@ -43,11 +43,12 @@ class Chunk:
     faults: list[str] = field(default_factory=list)
     passed: Counter[str] = field(default_factory=Counter)  # unused keys
     contrary: list[int] = field(default_factory=list)  # places; see AnswerOpening.is_contrary
+    cut: list[int] = field(default_factory=list)  # places of records with a row that is cut
 
     def save(self, path: Path) -> None:
         """Write under a temporary name first, so that readers see the complete file or no file."""
         tensors = self._tensors()
-        values = (self.dropped, self.faults, self.passed, self.contrary)
+        values = (self.dropped, self.faults, self.passed, self.contrary, self.cut)
         metadata = dict(zip(_METADATA_KEYS, map(json.dumps, values), strict=True))
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         checksum = {"checksum": _checksum(shapes, tensors, metadata)}
@@ -90,6 +91,7 @@ class ChunkFile:
     errors: list[str]
     passed: dict[str, int]  # number of records with each unused key
     contrary: list[int]  # places; see AnswerOpening.is_contrary
+    cut: list[int]  # places of records with a row that is cut
     weighted: bool  # true if it has weights of tokens
 
     @staticmethod
@@ -104,8 +106,9 @@ class ChunkFile:
             if file.metadata()["checksum"] != _checksum(shapes, columns, metadata):
                 raise ValueError("its checksum is another than when it was written")
             values = (outside.parse(metadata[name]) for name in _METADATA_KEYS)
-            dropped, errors, passed, contrary = values
-        return ChunkFile(path, columns, dropped, errors, passed, contrary, "weights" in shapes)
+            dropped, errors, passed, contrary, cut = values
+        is_weighted = "weights" in shapes
+        return ChunkFile(path, columns, dropped, errors, passed, contrary, cut, is_weighted)
 
     def sample(self, place: int) -> Sample:
         """Read a sample. Raise a DataError if it is not as it was written."""

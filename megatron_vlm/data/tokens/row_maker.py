@@ -37,10 +37,7 @@ class RowMaker:
         try:
             sample = self.reader.encode(record, where, prompt)
         except RecordDropped as rule:
-            raise DataError(
-                f": {rule}",
-                place=where,
-                remedy="change the record or the limits, or pass prompt=True for a row without "
-                "labels",
-            ) from None
+            more = "" if prompt else ", or pass prompt=True for a row without labels"
+            remedy = f"change the record or the limits{more}"
+            raise DataError(f": {rule}", place=where, remedy=remedy) from None
         return self.reader.row(record, where, sample).row
