@@ -58,24 +58,23 @@ def read_counts(folder: str) -> Counts | None:
     except (OSError, ValueError):
         return None
     config = read_fields(folder).value
-    check_model_type(config.get("model_type"), folder)
-    known = _FIELDS[config["model_type"]]
-    if problems := list(_problems(config, known)):
-        raise other_model(folder, problems, known.trained)
     return _counts(config_part(config, "text_config"), config_part(config, "vision_config"))
 
 
 def read_fields(folder: str | Path) -> JsonField:
-    """Read the config.json in a folder, which is an object. Refuse fields that contradict each
-    other here: some versions of transformers silently drop one of them, or fail at them."""
+    """Read the config.json in a folder. Refuse one that is certainly of another model: of some
+    values transformers says nothing, at others it fails or never ends."""
     file = UntrustedFile(
         str(Path(folder) / "config.json"), ConfigError, f"give a folder of a {_MODELS} checkpoint"
     )
     config = file.json(_MAX_BYTES)
     config.object()
-    text = config_part(config.value, "text_config")
-    if problems := list(_contradictions(text)):
-        raise other_model(str(folder), problems)
+    fields: dict[str, Any] = config.value
+    check_model_type(fields.get("model_type"), folder)
+    known = _FIELDS[fields["model_type"]]
+    problems = [*_contradictions(config_part(fields, "text_config")), *_problems(fields, known)]
+    if problems:
+        raise other_model(str(folder), problems, known.trained)
     return config
 
 

@@ -127,6 +127,9 @@ POSITIVE = Rule(
 POSITIVE_OR_0 = Rule(
     "a finite number from 0 on", lambda value: type(value) in (int, float) and 0 <= value <= 1e300
 )
+SHARE = Rule(
+    "a number above 0 and up to 1", lambda value: type(value) in (int, float) and 0 < value <= 1
+)
 SWITCH = Rule("true or false", lambda value: type(value) is bool)
 OBJECT = Rule("an object", lambda value: isinstance(value, Mapping))
 TEXT_RULE = Rule("text", lambda value: isinstance(value, str))
@@ -230,7 +233,7 @@ def unsupported_fields(part: str, values: Mapping[str, Any], known: KnownFields)
                 yield f"{text}, not {rule.what}"
         elif name not in known.fixed:
             yield f"{text}, a field that this version does not know"
-        elif value not in known.fixed[name]:
+        elif (value, type(value) is bool) not in [(v, type(v) is bool) for v in known.fixed[name]]:
             has_it = f", as {known.others[name]}" if name in known.others else ""
             only = " or ".join(map(repr, known.fixed[name]))
             yield f"{text}{has_it}, and it computes only {only}"

@@ -8,6 +8,7 @@ from megatron_vlm.family.field_rules import (
     OBJECT,
     POSITIVE,
     QUANTIZATION,
+    SHARE,
     SWITCH,
     KnownFields,
     ModelFields,
@@ -34,16 +35,19 @@ def _is_rotary(value: Any, rope_type: str, *more: str) -> bool:
         and set(value) <= known
         and value.get("rope_type") == rope_type
         and POSITIVE.fits(value.get("rope_theta"))
-        and 0 < value.get("partial_rotary_factor", 1.0) <= 1
+        and SHARE.fits(value.get("partial_rotary_factor", 1.0))
     )
 
 
 def _fits_layers(value: Any) -> bool:
     """Return whether the fields of single layers are those of their heads: transformers holds them
     as an object, and config.json by the number of the layer."""
-    layers = getattr(value, "per_layer_overrides", value) or {}
+    layers = getattr(value, "per_layer_overrides", value)
     return isinstance(layers, Mapping) and all(
-        set(own) <= {"head_dim", "num_key_value_heads"} for own in layers.values()
+        isinstance(own, Mapping)
+        and own.keys() <= {"head_dim", "num_key_value_heads"}
+        and all(map(_COUNT.fits, own.values()))
+        for own in layers.values()
     )
 
 
@@ -77,7 +81,9 @@ _TEXT = KnownFields(
         "num_attention_heads": _COUNT,
         "num_key_value_heads": or_null(_COUNT),
         "num_global_key_value_heads": or_null(_COUNT),
-        "per_layer_config": Rule("heads of layers", _fits_layers),
+        "per_layer_config": or_null(
+            Rule("head_dim and num_key_value_heads of layers", _fits_layers)
+        ),
         "attention_k_eq_v": SWITCH,
         "sliding_window": whole_number(1, 2**31 - 1),
         "use_bidirectional_attention": Rule(

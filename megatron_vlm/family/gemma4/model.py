@@ -38,6 +38,7 @@ from megatron_vlm.family.spec import (
 )
 
 HF_NAMES = HFNames("model.language_model.", "model.", "lm_head.weight")
+_KINDS = ("image", "video", "audio")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -45,12 +46,14 @@ def _fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
     """Check that values fit each other, as Checks."""
     text, vision = config.text_config, config.vision_config
     kinds, count = list(text.layer_types), text.num_hidden_layers
+    ropes = [*text.rope_parameters]
+    fits = len(kinds) == count and kinds[-1] == _FULL and {*kinds} <= {_SLIDING, _FULL} & {*ropes}
     yield (
-        len(kinds) == count and set(kinds) <= {_SLIDING, _FULL} and kinds[-1] == _FULL,
-        f"text_config.layer_types={kinds}, not {_SLIDING} or {_FULL} for each of the {count} "
-        f"layers with {_FULL} at the end",
+        fits,
+        f"text_config.layer_types={kinds} and rope_parameters of {ropes}, not {_SLIDING} or "
+        f"{_FULL} for each of the {count} layers with {_FULL} at the end",
     )
-    for attention in {_attention(config, number) for number in range(min(len(kinds), count))}:
+    for attention in {_attention(config, number) for number in range(count if fits else 0)}:
         heads, groups = text.num_attention_heads, attention.kv_heads
         width, name = attention.head_dim, "head_dim" if attention.window else "global_head_dim"
         yield (
@@ -59,16 +62,16 @@ def _fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
             f"num_attention_heads={heads}",
         )
         yield width % 2 == 0, f"text_config.{name}={width}, not an even number"
-    ids, images, videos = range(text.vocab_size), config.image_token_id, config.video_token_id
-    pad = text.pad_token_id
+    ids, pad = range(text.vocab_size), text.pad_token_id
+    marks = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in _KINDS}
+    named = [token for token in marks.values() if token is not None]
     yield (
         pad is None or pad in ids,
         f"text_config.pad_token_id={pad}, not a token of the vocabulary of {len(ids)}",
     )
     yield (
-        images in ids and videos in ids and images != videos,
-        f"image_token_id={images} and video_token_id={videos}, not two tokens of the vocabulary of "
-        f"{len(ids)}",
+        all(token in ids for token in named) and len(set(named)) == len(named),
+        f"{marks}, not different tokens of the vocabulary of {len(ids)}",
     )
     heads, groups = vision.num_attention_heads, vision.num_key_value_heads
     yield groups == heads, f"vision_config.num_key_value_heads={groups}, not {heads} as its heads"
@@ -149,8 +152,7 @@ def gemma4_sizes(config: PretrainedConfig) -> ModelSizes:
         merger_values=(2 * width + text.hidden) // vision.pooling_kernel_size**2,
         inputs=tower_inputs,
     )
-    ids = config.image_token_id, config.video_token_id
-    audio = config.audio_token_id if config.audio_token_id in range(text.vocab) else None
+    ids, audio = (config.image_token_id, config.video_token_id), config.audio_token_id
     tokens = Tokens(text.vocab, *ids, vision_sizes.merge, _plain_positions, audio)
     tensors = (*_vision_tensors(config), *text_tensors(text, HF_NAMES))
     head = TensorSpec(HF_NAMES.head, (text.vocab, text.hidden), Part.head, "head")

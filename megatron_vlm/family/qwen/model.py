@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
 from transformers.initialization import no_init_weights
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
@@ -89,6 +90,7 @@ def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
 def _vision_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
     vision, hidden = config.vision_config, config.text_config.hidden_size
     out, indexes = vision.out_hidden_size, _deepstack_blocks(vision)
+    yield vision.hidden_act in ACT2FN, f"vision_config.hidden_act={vision.hidden_act!r}, unknown"
     yield (
         out == hidden,
         f"vision_config.out_hidden_size={out}, not text_config.hidden_size={hidden}",

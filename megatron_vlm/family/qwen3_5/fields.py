@@ -5,6 +5,7 @@ from typing import Any
 from megatron_vlm.family.field_rules import (
     LIST,
     POSITIVE_OR_0,
+    SHARE,
     KnownFields,
     ModelFields,
     Rule,
@@ -15,9 +16,6 @@ from megatron_vlm.family.qwen3_vl.fields import QWEN3_VL_FIELDS as QWEN3_VL
 from megatron_vlm.family.qwen3_vl.fields import QWEN3_VL_MOE_FIELDS as QWEN3_VL_MOE
 
 _COUNT = whole_number(1, 2**10)
-_SHARE = Rule(
-    "a number above 0 and up to 1", lambda value: type(value) in (int, float) and 0 < value <= 1
-)
 
 _LINEAR = {
     "linear_conv_kernel_dim": whole_number(2, 2**6),
@@ -28,7 +26,7 @@ _LINEAR = {
     "layer_types": or_null(LIST),
     # layer_types overrules it, and must agree with it.
     "full_attention_interval": or_null(_COUNT),
-    "partial_rotary_factor": _SHARE,  # a copy of the field in rope_parameters
+    "partial_rotary_factor": SHARE,  # a copy of the field in rope_parameters
 }
 # transformers keeps these fields of released checkpoints and computes as if they had these values.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -62,7 +60,7 @@ def _vision(base: KnownFields, *model_types: str) -> KnownFields:
 
 
 _ROPE = QWEN3_VL.text_rope.changed(
-    {"partial_rotary_factor": _SHARE}, without=["partial_rotary_factor"]
+    {"partial_rotary_factor": SHARE}, without=["partial_rotary_factor"]
 )
 
 QWEN3_5_FIELDS = ModelFields(
