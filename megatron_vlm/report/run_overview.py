@@ -44,13 +44,14 @@ class StageReport:
 
 
 def stage_reports(cfg: Config, dims: ParallelDims, table: Sequence[Entry]) -> list[StageReport]:
-    """Return one report per stage. TP's vocabulary padding is not counted."""
+    """Return one report per stage. Neither TP's vocabulary padding nor a last stage's copy of the
+    embedding, its tied head, is counted."""
     chunks = range(dims.virtual_stages)
     reports = [
         StageReport(stage, tuple(dims.layers_of(stage, chunk) for chunk in chunks))
         for stage in range(dims.pp)
     ]
-    for entry in table:
+    for entry in (each for each in table if each.origin is not Origin.copy):
         report = reports[entry.stage]
         kind = ADAPTERS if entry.origin is Origin.added else entry.part
         report.total[kind] += entry.num_values

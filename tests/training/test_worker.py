@@ -29,19 +29,21 @@ def _report(worker: MegatronWorker) -> tuple[list[StageReport], set[str]]:
     return reports, {str(entry.part) for entry, param in held if not param.requires_grad}
 
 
-def test_report_counts_every_parameter_once(pool, tiny):
+@pytest.mark.parametrize("tied", [False, full(True)])
+def test_report_counts_every_parameter_once(tied, pool, tiny):
     from transformers import Qwen3VLForConditionalGeneration
 
+    folder = tiny(vocab=509, tied=tied)
     case = layout(tp=2, pp=2, layers_per_stage=[1, 3], freeze_vision=True)
-    answers = pool.run(call, 4, tiny(vocab=509), case, _report)
+    answers = pool.run(call, 4, folder, case, _report)
     first, second = answers[0][0]
     assert [frozen for _, frozen in answers] == [{"vision"}, {"vision"}, set(), set()]
-    model = Qwen3VLForConditionalGeneration.from_pretrained(tiny(vocab=509))
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder)
     total = sum(p.numel() for p in model.parameters())
     assert first.total.total() + second.total.total() == total
     assert first.layers == (range(0, 1),) and second.layers == (range(1, 4),)
     assert set(first.total) == {"vision", "merger", "embed", "decoder"}
-    assert set(second.total) == {"decoder", "head"}
+    assert set(second.total) == {"decoder"} | ({"head"} if not tied else set())
     assert first.trainable["vision"] == 0
     assert first.trainable["merger"] == first.total["merger"] > 0
 

@@ -18,7 +18,7 @@ from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.engine_kinds import EngineSettings, engine_for, engine_of_flags
 from megatron_vlm.engines.sampler import Engine
-from megatron_vlm.errors import DataError
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.run.evaluation.held_out_sets import question_of
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -77,7 +77,13 @@ class Asking:
             reserves_media=is_cuda,
             memory_share=_SHARE if is_cuda and devices is None else None,
         )
-        self.engine = self.runner.run(self._run_with_heartbeat(engine_for(engine, settings)))
+        try:
+            self.engine = self.runner.run(self._run_with_heartbeat(engine_for(engine, settings)))
+        except ConfigError as error:
+            if error.key != "engine.name" or not settings.has_media:
+                raise
+            remedy = "compare on GPUs, or give prompts of text alone"
+            raise ConfigError(**error.fields() | {"key": "--engine", "remedy": remedy}) from None
 
     def update(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Give the trainer's weights to the engine."""
