@@ -101,7 +101,7 @@ class Prompts:
                     found=str(pixels.dtype),
                     remedy="give rows with bytes, as RowMaker makes them",
                 )
-        prompt.check_pixels("the prompt")
+        prompt.check_pixels("the prompt", self.tokens)
         if self.is_on_cpu and prompt.has_media and self.engine_prompt.fault_on_cpu:
             raise refuse_media(self.engine_prompt.fault_on_cpu, "the prompt")
         self._check_count(prompt.image_grid_I3, "pictures", self.settings.pictures)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_vlm.family.chat_format import ChatFormat
@@ -34,3 +35,6 @@ class Family:
     # from the checkpoint that was trained.
     passthrough: tuple[str, ...] = ()
     tiny: TinyParts | None = None  # set for the names of TinySpec.family
+    # Patches and grids from what a processor pads: its values, positions, and patches on a token's
+    # side. None: the processor returns patches and grids.
+    unpad: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] | None = None

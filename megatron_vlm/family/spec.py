@@ -180,6 +180,9 @@ class Tokens:
     # Position ids [3, S] of a row from its length and its runs of placeholders.
     positions: Callable[[int, Sequence[PlaceholderRun]], Tensor] = field(repr=False)
     audio_id: int | None = None  # in families with models that hear
+    # Values of a patch that the tower reads, and the largest one of any picture, if it is known.
+    patch_values: int | None = None
+    largest_pixel: float = float("inf")
 
     @property
     def placeholders(self) -> list[int]:

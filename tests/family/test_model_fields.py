@@ -180,6 +180,7 @@ def make_row(config: Any, seed: int) -> Row:
     labels_S = torch.where(ids_S == config.image_token_id, IGNORE, ids_S)
     patches = 4 * 2 * merge**2
     pixels_PC = torch.randn(patches, values * vision.patch_size**2, generator=generator)
+    pixels_PC = pixels_PC.clamp(-1, 1) if config.model_type == "gemma4" else pixels_PC
     return Row(ids_S, labels_S, pixels_PC, torch.tensor([[1, 4 * merge, 2 * merge]]))
 
 

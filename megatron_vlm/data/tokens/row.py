@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.tokens.placeholder_grids import GridQueue
+from megatron_vlm.data.tokens.visuals import pixel_fault
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import Tokens
 
@@ -62,21 +63,15 @@ class Row:
         """True if it has a picture or a video."""
         return self.image_grid_I3 is not None or self.video_grid_I3 is not None
 
-    def check_pixels(self, where: str) -> None:
-        """Raise a DataError if patches and grids do not come together or do not add up."""
+    def check_pixels(self, where: str, tokens: Tokens) -> None:
+        """Raise a DataError if patches and grids do not come together, or cannot be right."""
         for pixels, grid, name in (
             (self.pixel_values_PC, self.image_grid_I3, "pixel_values"),
             (self.pixel_values_videos_PC, self.video_grid_I3, "pixel_values_videos"),
         ):
-            expected = 0 if grid is None else int(grid.prod(-1).sum())
-            num_patches = 0 if pixels is None else len(pixels)
-            if expected != num_patches:
-                raise DataError(
-                    f"has {num_patches} patches but its grid needs {expected}",
-                    place=where,
-                    key=name,
-                    remedy="take both from one call of the image processor",
-                )
+            if fault := pixel_fault(pixels, grid, tokens):
+                remedy = "take both from make_visuals, or from one call of the image processor"
+                raise DataError(fault, place=where, key=name, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,7 @@ def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -
         )
     check_ids(row.ids_S.numpy(), tokens, where, "ids")
     targets = _targets(row, tokens, where)
-    row.check_pixels(where)
+    row.check_pixels(where, tokens)
     _check_teacher(row, targets, tokens, where)
     if row.routing_SLK is not None and len(row.routing_SLK) != len(row.ids_S):
         raise DataError(

@@ -23,6 +23,7 @@ from megatron_vlm.family.frame_resize import resize_frame
 from megatron_vlm.family.processor_files import read_processor
 from megatron_vlm.family.video_plan import Grid
 
+LARGEST_PIXEL = 1.01  # with room for what rounding adds to 1
 BUDGETS = (70, 140, 280, 560, 1120)  # tokens of a picture that Hugging Face allows
 _ON = ("do_resize", "do_rescale", "do_convert_rgb")
 _FIXED: dict[str, Any] = {**dict.fromkeys(_ON, True), "do_normalize": False}
@@ -142,6 +143,24 @@ class Gemma4Images:
         colours share a table."""
         values = table[0].index_select(0, patches_PC.flatten().int())
         return values.view(len(patches_PC), 3, -1).transpose(1, 2).flatten(1)
+
+
+def unpad(values_NLC: Tensor, xy_NL2: Tensor, merge: int) -> tuple[Tensor, Tensor]:
+    """Return the patches [P, C] that the tower reads, and the grids [N, 3], of what Hugging Face's
+    processor returns: numbers from 0 to 1, row by row, padded to L patches at positions of -1."""
+    patches, grids = [], []
+    for values_LC, xy_L2 in zip(values_NLC, xy_NL2.cpu(), strict=True):
+        width, height = (xy_L2.max(0).values + 1).tolist()
+        places = torch.arange(height * width)
+        real_P2 = xy_L2[xy_L2[:, 0] >= 0]
+        if height * width % merge**2 or not torch.equal(
+            real_P2[:, 1] * width + real_P2[:, 0], places
+        ):
+            raise DataError("has patches that are not those of a whole picture", key="position_ids")
+        blocks = places.view(height // merge, merge, width // merge, merge)
+        patches.append(2 * (values_LC[blocks.transpose(1, 2).flatten()] - 0.5))
+        grids.append((1, height, width))
+    return torch.cat(patches), torch.tensor(grids)
 
 
 def spread(rescaled: Tensor) -> Tensor:

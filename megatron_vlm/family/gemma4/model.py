@@ -13,7 +13,7 @@ from megatron_vlm.family.field_rules import refuse_other_model
 from megatron_vlm.family.gemma4.chat import CHAT
 from megatron_vlm.family.gemma4.engine_prompt import ENGINE_PROMPT
 from megatron_vlm.family.gemma4.fields import GEMMA4_FIELDS
-from megatron_vlm.family.gemma4.images import Gemma4Images
+from megatron_vlm.family.gemma4.images import LARGEST_PIXEL, Gemma4Images, unpad
 from megatron_vlm.family.gemma4.layer_kinds import (
     ExpertsBesideMLP,
     NormedMLP,
@@ -153,7 +153,8 @@ def gemma4_sizes(config: PretrainedConfig) -> ModelSizes:
         inputs=tower_inputs,
     )
     ids, audio = (config.image_token_id, config.video_token_id), config.audio_token_id
-    tokens = Tokens(text.vocab, *ids, vision_sizes.merge, _plain_positions, audio)
+    pixels = (vision_sizes.patch_values, LARGEST_PIXEL)
+    tokens = Tokens(text.vocab, *ids, vision_sizes.merge, _plain_positions, audio, *pixels)
     tensors = (*_vision_tensors(config), *text_tensors(text, HF_NAMES))
     head = TensorSpec(HF_NAMES.head, (text.vocab, text.hidden), Part.head, "head")
     tied = bool(config.tie_word_embeddings)
@@ -195,4 +196,5 @@ GEMMA4 = Family(
     Gemma4Videos.from_checkpoint,
     ENGINE_PROMPT,
     tiny=TINY,
+    unpad=unpad,
 )

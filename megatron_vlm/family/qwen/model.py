@@ -137,6 +137,7 @@ def model_sizes(config: PretrainedConfig, text: TextSizes, make_tower: TowerClas
         config.video_token_id,
         vision_sizes.merge,
         mrope_positions,
+        patch_values=vision_sizes.patch_values,
     )
     tensors = (*_vision_tensors(config, make_tower), *text_tensors(text, HF_NAMES))
     tied = bool(config.tie_word_embeddings)
