@@ -8,12 +8,18 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
+from megatron_vlm.secret_text import HIDDEN, hide_secrets, is_secret
+
 NOT_GIVEN: Any = type("NotGiven", (), {"__repr__": lambda _: "NOT_GIVEN"})()
+_LONG = 4096  # characters at either end of a text that are looked at
 _BARE = re.compile(r"[\w./:+@~%,=\-\[\]]+", re.ASCII)  # text that needs no quotes
 
 
 class _Repr(reprlib.Repr):
-    """Shortened text of any value."""
+    """Shortened text of any value, in which texts have no secrets."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(hide_secrets(x[:_LONG] + x[_LONG:][-_LONG:]), level)
 
     def repr_int(self, x: int, level: int) -> str:
         try:
@@ -122,7 +128,7 @@ def show_value(value: Any, key: str = "") -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if is_secret(key):
-        return _HIDDEN
+        return HIDDEN
     if isinstance(value, str):
         is_bare = len(value) <= 200 and _BARE.fullmatch(value)
         return hide_secrets(value if is_bare else _QUOTED.repr(value))
@@ -130,40 +136,6 @@ def show_value(value: Any, key: str = "") -> str:
     if is_short and not any(isinstance(each, list | tuple) for each in value):
         return hide_secrets(f"[{','.join(map(show_value, value))}]")
     return hide_secrets(_QUOTED.repr(value))
-
-
-_HIDDEN = "***"
-_SECRET = re.compile(
-    r"\w*(?:password|passwd|passphrase|secret|credential)\w*|\w*token|\w+_key|\w*apikey|pwd"
-    r"|authorization"
-)
-# Names of tokens and of fields, which end like those of secrets.
-_PUBLIC = re.compile(
-    r"(?:\w*_)?(?:[bec]os|pad|unk|cls|sep|mask|image|video|audio|vision|special|start|end|stop|per)"
-    r"_token|(?:\w*_)?(?:image|video|audio|prompt|messages|answer|label|source|fn|model|sort)_key"
-)
-_NAMED = re.compile(
-    r"""(?P<name>[A-Za-z_][\w.-]*)(?P<mark>["']?\s*[:=]\s*)(?P<value>"[^"]*"?|'[^']*'?|[^\s"',;}\]]+)"""
-)
-_OPTION = re.compile(
-    r"""(?<=--)(?P<name>[\w.-]+)(?P<mark>["']?[\s,]+["']?)(?P<value>[^\s"',\]]+)"""
-)
-_LOGIN = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
-
-
-def is_secret(key: str) -> bool:
-    """Return whether a key or variable names a token, a key, a secret or a password."""
-    name = re.split(r"[.\[]", key.lower().replace("-", "_"))[-1][-80:]
-    return _SECRET.fullmatch(name) is not None and _PUBLIC.fullmatch(name) is None
-
-
-def hide_secrets(text: str) -> str:
-    """Return a text without the secrets in NAME=VALUE, "NAME": VALUE, --NAME VALUE and logins."""
-
-    def hidden(match: re.Match[str]) -> str:
-        return match["name"] + match["mark"] + _HIDDEN if is_secret(match["name"]) else match[0]
-
-    return _LOGIN.sub(_HIDDEN, _OPTION.sub(hidden, _NAMED.sub(hidden, text)))
 
 
 def show_choices(allowed: Any) -> str:

@@ -44,7 +44,7 @@ from megatron_vlm.commands.run_outputs import (
 )
 from megatron_vlm.commands.score import add_score_arguments, score
 from megatron_vlm.commands.watch.command import add_watch_arguments, watch
-from megatron_vlm.config.arguments import add_overrides, read_configuration
+from megatron_vlm.config.arguments import SecretiveParser, add_overrides, read_configuration
 from megatron_vlm.distributed.process import FAILED, UNLIKE
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.run.saved_config import with_commit
@@ -54,7 +54,7 @@ from megatron_vlm.version import __version__
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands with their options."""
-    parser = argparse.ArgumentParser(
+    parser = SecretiveParser(
         prog="megatron-vlm",
         allow_abbrev=False,
         add_help=False,

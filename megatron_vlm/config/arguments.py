@@ -4,12 +4,13 @@ import argparse
 import difflib
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
 from megatron_vlm.config.config_file import ConfigFile, add_config_option, chosen_file
 from megatron_vlm.config.group_values import setting_of_word
 from megatron_vlm.config.key_hints import option_error
-from megatron_vlm.errors import ConfigError, hide_secrets, show_value
+from megatron_vlm.errors import ConfigError, show_value
+from megatron_vlm.secret_text import hide_secrets
 
 # Commands of TRL, ms-swift, LLaMA-Factory, axolotl, vLLM and other programs.
 _OTHER_COMMANDS = {
@@ -53,6 +54,13 @@ _OTHER_COMMANDS = {
 _HINTS = {name: hint for hint, names in _OTHER_COMMANDS.items() for name in names.split()}
 
 
+class SecretiveParser(argparse.ArgumentParser):
+    """Parser whose errors show no secret."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(hide_secrets(message))
+
+
 def add_overrides(
     parser: argparse.ArgumentParser, text: str = "see megatron-vlm train --help"
 ) -> None:
@@ -65,8 +73,8 @@ def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> ar
     """Return the arguments of a command, with overrides in any place. Refuse unknown options."""
     args, rest = parser.parse_known_args(words)
     if rest and not hasattr(args, "overrides"):
-        shown = ascii(hide_secrets(" ".join(rest)))[1:-1]
-        parser.error(f"unrecognized arguments: {shown}")
+        options = [word.partition("=")[0] for word in rest if word.startswith("-")]
+        parser.error(f"unrecognized arguments: {ascii(' '.join(options or rest))[1:-1]}")
     for word in rest:
         if re.match(r"--?\w", word):
             raise _option_error(word, words)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -14,7 +15,8 @@ from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get
 from megatron_vlm.config.searched_keys import check_auto, check_layers
 from megatron_vlm.config.teachers import check_teacher
 from megatron_vlm.config.trainable import check_lora, learns
-from megatron_vlm.errors import ConfigError, is_secret
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.secret_text import hide_secrets, is_secret
 
 # apply_chat_template has these parameters itself.
 TEMPLATE_ARGUMENTS = frozenset(
@@ -51,18 +53,26 @@ def check_values(cfg: Config) -> None:
 
 
 def _check_secrets(cfg: Config) -> None:
-    """Refuse a secret in a mapping: a configuration is written to config.yaml and the report."""
+    """Refuse secrets: a configuration is written to config.yaml and the report."""
     waiting = [(key, get(cfg, key)) for key in leaves()]
     while waiting:
         key, value = waiting.pop()
+        if is_dataclass(value):
+            value = asdict(value)
         if isinstance(value, dict):
             waiting += [(f"{key}.{name}", each) for name, each in value.items()]
-        elif isinstance(value, str) and key not in leaves() and is_secret(key):
-            raise ConfigError(
-                "is a secret, and a run stores its configuration",
-                key=key,
-                remedy="give it as a variable of the environment",
-            )
+        elif isinstance(value, list | tuple):
+            waiting += [(key, each) for each in value]
+        elif value is not None and not isinstance(value, bool):
+            # The colons of a prompt are punctuation.
+            text = str(value).replace(": ", " ") if key == "data.system" else str(value)
+            if is_secret(key) or hide_secrets(text) != text:
+                problem = "is a secret" if is_secret(key) else "has a secret in it"
+                raise ConfigError(
+                    f"{problem}, and a run stores its configuration",
+                    key=key,
+                    remedy="give it as a variable of the environment",
+                )
 
 
 def check_candidates(names: Sequence[str]) -> None:

@@ -49,6 +49,8 @@ class YamlText:
             mark = getattr(error, "problem_mark", None)
             where = self.name if mark is None else f"{self.name}, line {mark.line + 1}"
             problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+            # A secret may begin like an alias or a tag.
+            problem = re.sub(r"(alias|anchor|handle|tag) '.*", r"\1", problem)
             raise ConfigError(
                 f"is not YAML: {problem}", place=where, remedy="correct the file"
             ) from error
@@ -124,7 +126,7 @@ class YamlText:
             pass
         raise self.error(
             node,
-            f"{text[:80]!r} with the tag {node.tag.replace(_TAG, '!!')} is not read",
+            "a value with a tag of its own is not read",
             remedy="write text, a number, true, false, null, a list or a mapping",
         )
 

@@ -12,15 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from megatron_vlm.errors import (
-    ConfigError,
-    LostError,
-    MegatronVLMError,
-    hide_secrets,
-    sentences,
-    show_value,
-)
+from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentences, show_value
 from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.secret_text import hide_secrets
 
 # Exit statuses of a process, and of its job.
 FAILED = 1

@@ -25,6 +25,7 @@ from megatron_vlm.commands.import_config.source_settings import (
 from megatron_vlm.commands.import_config.translation import Trainer, Translation
 from megatron_vlm.commands.import_config.trl import TRL
 from megatron_vlm.commands.import_config.verl import VERL
+from megatron_vlm.config.arguments import SecretiveParser
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.load import load_config
 from megatron_vlm.errors import ConfigError, gather_errors
@@ -76,9 +77,12 @@ def import_(args: argparse.Namespace) -> None:
     """
     words: list[str] = args.words
     if words and words[0].lower().endswith(DATA_FILES):
-        options = argparse.ArgumentParser(prog="megatron-vlm import", allow_abbrev=False)
+        options = SecretiveParser(prog="megatron-vlm import", allow_abbrev=False)
         _add_options(options)
-        options.parse_args(words[1:], args)  # options may stand behind a file
+        _, rest = options.parse_known_args(words[1:], args)  # options may stand behind a file
+        if rest:
+            name, known = rest[0].partition("=")[0], ["--from", "--gpus", "--command", "--ignore"]
+            raise ConfigError("is not known behind a file", key=name, allowed=known)
         words = words[:1]
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(key="--gpus", found=args.gpus, allowed="at least 1")

@@ -81,7 +81,7 @@ def _arguments(
     the YAML files among the words."""
     found: dict[str, Setting] = {}
     files = []
-    place = 0
+    place, name = 0, ""
     while place < len(words):
         word, place = words[place], place + 1
         if word.startswith("--") and word != "--":
@@ -100,7 +100,7 @@ def _arguments(
             files.append(word)
         elif word not in ("", "--") and not word.startswith("~"):
             raise ConfigError(
-                f": {show_value(word)} is not an option",
+                f": {show_value(word, name)} is not an option",
                 place=command,
                 remedy="write it as --NAME VALUE or KEY=VALUE",
             )

@@ -13,6 +13,7 @@ from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation
 from megatron_vlm.config.schema import leaves
 from megatron_vlm.io.printable import escape_controls, wrap_words
+from megatron_vlm.secret_text import hide_secrets
 
 _WIDTH = 100
 _PLAIN = re.compile(r"[A-Za-z_./~][\w./:@+~-]*", re.ASCII)  # text that YAML needs no quotes for
@@ -73,6 +74,7 @@ def _body(t: Translation) -> Iterator[str]:
 
 def _lines(text: str, comment: str) -> Iterator[str]:
     """Yield a line with its comment, which stands above it where both are too long for one."""
+    comment = hide_secrets(comment)
     if not comment:
         yield text
     elif len(text) + len(comment) + 4 <= _WIDTH:
@@ -106,7 +108,7 @@ def _names(settings: list[Setting]) -> str:
 
 
 def _comment(text: str, first: str = "", others: str = "") -> Iterator[str]:
-    text = " ".join(escape_controls(text).split())
+    text = " ".join(escape_controls(hide_secrets(text)).split())
     yield from wrap_words(text, _WIDTH, f"# {first}", f"# {others}")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation
 from megatron_vlm.config.data_sources import MESSAGE_FIELDS, RECORD_FIELDS
+from megatron_vlm.errors import show_value
 
 _TRUNCATION = {
     **{"delete": "drop", "drop": "drop", "error": "error", "raise": "error"},
@@ -37,7 +38,8 @@ def put_columns(t: Translation, columns: dict[str, str], *origins: Setting) -> N
     """Set data.columns, and say which fields do not exist here."""
     fields = RECORD_FIELDS + MESSAGE_FIELDS
     known = {our_name: name for our_name, name in columns.items() if our_name in fields}
-    if unknown := ", ".join(columns.keys() - known.keys()):
+    others = [show_value(ours, name) for ours, name in columns.items() if ours not in known]
+    if unknown := ", ".join(others):
         t.differ(f"{unknown}: there is no such field, see data.columns in docs/data.md", *origins)
     if known:
         t.put("data.columns", known, *origins)

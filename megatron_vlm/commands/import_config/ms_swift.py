@@ -67,7 +67,7 @@ def _translate_data(t: Translation) -> None:
             path, _, count = str(text).partition("#")
             drawn.extend([f"{count} of {path}"] if count else [])
             name, colon, subsets = path.partition(":")
-            if path.endswith(_FILES):
+            if path.endswith(_FILES) or "://" in path:
                 found.append(path)
                 continue
             names.append(name)
