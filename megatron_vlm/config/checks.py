@@ -57,7 +57,7 @@ def _check_secrets(cfg: Config) -> None:
     waiting = [(key, get(cfg, key)) for key in leaves()]
     while waiting:
         key, value = waiting.pop()
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
             value = asdict(value)
         if isinstance(value, dict):
             waiting += [(f"{key}.{name}", each) for name, each in value.items()]

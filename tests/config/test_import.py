@@ -102,6 +102,7 @@ SWIFT = {"model": "Qwen/Qwen3-VL-2B-Instruct", "dataset": "chats.jsonl", "tuner_
 AXOLOTL = {"base_model": "Qwen/Qwen3.5-4B", "datasets": [{"path": "a.jsonl"}]}
 AXOLOTL |= {"sequence_len": 2048, "learning_rate": 1e-5}
 TRL = {"model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct", "dataset_name": "org/set"}
+_BATCH = {"per_device_train_batch_size": 8, "num_generations": 8}
 # A case: the keys of a file, a text or a script; our keys with their values; and options.
 VALUES = {
     "batch of all GPUs": (
@@ -199,6 +200,21 @@ VALUES = {
         {"train.global_batch_size": 4, "rl.samples": 4, "rl.aggregate": "tokens"}
         | {"data.max_tokens": 8192, "data.truncation": "error"},  # which it does not limit
         {"task": "grpo", "gpus": 2},
+    ),
+    "rewards that nothing divides": (
+        TRL | _BATCH | {"scale_rewards": "none"},
+        {"rl.advantage": "dr_grpo"},
+        {"task": "grpo"},
+    ),
+    "rewards that their prompt divides": (
+        script_text("swift rlhf", SWIFT | {"rlhf_type": "grpo", "scale_rewards": "group"} | _BATCH),
+        {"rl.advantage": "grpo"},
+    ),
+    "rloo of ms-swift": (
+        script_text(
+            "swift rlhf", SWIFT | {"rlhf_type": "grpo", "advantage_estimator": "rloo"} | _BATCH
+        ),
+        {"rl.advantage": "rloo"},
     ),
     "an argument file of ms-swift": (
         (
@@ -313,6 +329,22 @@ MISTAKES = {
     "a file that is not there": (
         script_text("swift sft", SWIFT | {"system": "nowhere.txt"}),
         {"key": "system", "problem_has": "does not exist"},
+    ),
+    "rewards that the batch divides": (
+        TRL | _BATCH | {"scale_rewards": "batch"},
+        {"key": "scale_rewards", "found": "batch", "problem": "has no counterpart here"},
+        {"task": "grpo"},
+    ),
+    "rewards of ms-swift that each function's own deviation divides": (
+        script_text("swift rlhf", SWIFT | {"rlhf_type": "grpo", "scale_rewards": "gdpo"} | _BATCH),
+        {"key": "scale_rewards", "found": "gdpo", "allowed": ["false", "group", "none", "true"]},
+    ),
+    "the answers of a batch": (
+        script_text(
+            "megatron rlhf",
+            SWIFT | {"rlhf_type": "grpo", "advantage_estimator": "reinforce_plus_plus"},
+        ),
+        {"key": "advantage_estimator", "found": "reinforce_plus_plus"},
     ),
     "no estimator": (
         "megatron-vlm import verl.trainer.main_ppo algorithm.adv_estimator=null "

@@ -11,6 +11,12 @@ _LOSSES = {
     "dr_grpo": ("ppo", "constant"),
     "cispo": ("cispo", "tokens"),
 }
+_ESTIMATORS = {"grpo": "grpo", "rloo": "rloo"}
+# Our advantage by that of the estimator, and by what scale_rewards divides it by.
+_SCALED = {
+    "grpo": {"true": "grpo", "group": "grpo", "false": "dr_grpo", "none": "dr_grpo"},
+    "rloo": {"false": "rloo", "none": "rloo"},
+}
 _REWARDS = ("reward_funcs", "reward_model", "custom_reward_function.path")
 REWARD_LINE = "rl.reward=FILE.py:NAME"
 
@@ -20,8 +26,6 @@ def translate_grpo(t: Translation, loss: str = "dapo", beta: float | None = None
     they are not TRL's."""
     if not t.is_rl:
         return
-    if t.method == "rloo":
-        t.put("rl.advantage", "rloo", note="the command is rloo")
     kind = t.given("loss_type") or Setting("loss_type", loss, is_default=True)
     our_loss, aggregate = t.choose(kind, _LOSSES)
     level = t.given("importance_sampling_level")
@@ -29,9 +33,7 @@ def translate_grpo(t: Translation, loss: str = "dapo", beta: float | None = None
         our_loss = "gspo"
     t.put("rl.loss", our_loss, kind, level)
     t.put("rl.aggregate", aggregate, kind)
-    scaled = t.given("scale_rewards")
-    if scaled is not None and str(scaled.value).lower() in ("false", "none"):
-        t.put("rl.advantage", "dr_grpo", scaled)
+    _translate_advantage(t)
     weight = t.given("beta")
     if weight is None and beta is not None:
         weight = Setting("beta", beta, is_default=True)
@@ -40,6 +42,16 @@ def translate_grpo(t: Translation, loss: str = "dapo", beta: float | None = None
     t.copy_setting("rl.dynamic_sampling", t.switched_on("dynamic_sample"))
     translate_answers(t)
     translate_sampler(t, t.given("use_vllm"))
+
+
+def _translate_advantage(t: Translation) -> None:
+    """Set rl.advantage by what is subtracted from a reward and by what it is divided."""
+    estimator, scaled = t.given("advantage_estimator"), t.named("scale_rewards")
+    kind = t.method if estimator is None else t.choose(estimator, _ESTIMATORS)
+    note = f"the command is {kind}" if estimator is None else ""
+    if scaled is not None:
+        kind = t.choose(scaled, _SCALED[kind])
+    t.put("rl.advantage", kind, estimator, scaled, note=note)
 
 
 def translate_answers(t: Translation) -> None:

@@ -96,6 +96,12 @@ class Translation:
                 return self._known(setting)
         return None
 
+    def named(self, name: str) -> Setting | None:
+        """Return a setting for which `none` is a choice and not the lack of one."""
+        self.given(name)
+        setting = self.source.settings.get(self._names.get(name, ""))
+        return None if setting is None or setting.value is None else self._known(setting)
+
     def skip(self, *names: str) -> None:
         """Mark settings as read for which nothing is set."""
         for name in names:
