@@ -2,6 +2,7 @@
 from the fields of a dataclass."""
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -26,7 +27,7 @@ class Range:
             return False
         above = value > self.min if self.is_min_open else value >= self.min
         below = value < self.max if self.is_max_open else value <= self.max
-        return above and below  # nan fails both
+        return above and below and abs(value) <= sys.float_info.max  # nan fails all three
 
     def __str__(self) -> str:
         lower = f"more than {self.min}" if self.is_min_open else f"{self.min}"

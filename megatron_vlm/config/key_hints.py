@@ -11,6 +11,7 @@ from megatron_vlm.config.other_trainers import NAME_FAMILIES, OTHER_SENTENCES, S
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_value
 
+_MAX_PARTS = 16  # more than any name has
 _ANSWERS = {key.replace(".", "_"): key for key in leaves()} | OTHER_SENTENCES
 _ANSWERS |= {name: key for key, names in SAME_KEYS.items() for name in names.split()}
 
@@ -134,7 +135,7 @@ def _plain(wrong: str) -> str:
 def _spellings(wrong: str) -> list[str]:
     """Return a dotted name as other trainers may write it, from the whole to its last part:
     lora.rank is lora_rank, actor.optim.lr is optim.lr."""
-    parts = wrong.split(".")
+    parts = wrong.split(".")[-_MAX_PARTS:]
     ends = [parts[start:] for start in range(len(parts))]
     return [mark.join(end) for end in ends for mark in (".", "_")]
 

@@ -125,7 +125,7 @@ def _explain_errors(file: ConfigFile | None, overrides: Sequence[str]) -> Iterat
         if file is None:
             raise
         raise file.blame(error, overrides) from error
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, OverflowError) as error:
         explained = explain(error)
         raise (file.blame(explained, overrides) if file else explained) from error
 

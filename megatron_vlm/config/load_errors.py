@@ -26,6 +26,8 @@ def recipe_errors(group: str, value: str) -> list[ConfigError]:
 
 def explain(error: Exception) -> ConfigError:
     """Translate an error of Hydra or OmegaConf into one sentence."""
+    if isinstance(error, OverflowError) and (named := re.search(r"full_key: (\S+)", str(error))):
+        return ConfigError("has a number that is too large", key=named[1], allowed="a smaller one")
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").partition("/")
         return recipe_error(group, name)

@@ -15,6 +15,7 @@ from megatron_vlm.errors import ConfigError, show_value
 
 _MAX_VALUES = 10_000
 MAX_YAML_DEPTH = 32
+_MAX_DIGITS = 300  # an integer with fewer is one that a float can hold
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {
     "null": r"~|null|Null|NULL|",
@@ -119,7 +120,7 @@ class YamlText:
             if kind == "bool":
                 return {"true": True, "false": False}[text.lower()]
             if kind == "int":
-                return int(text)
+                return int(text) if len(text) < _MAX_DIGITS else float(text)  # infinite
             if kind == "float":
                 return float(re.sub(r"\.(?=[a-zA-Z])", "", text))
         except (ValueError, KeyError):

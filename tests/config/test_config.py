@@ -50,6 +50,9 @@ def test_no_override_ends_in_a_traceback():
     cases = [*groups, ("~data", "[1,1]"), ("data", "[]"), ("optim.lr", digits), ("run", digits)]
     cases += [("data.columns", f"{{a: {digits}}}"), ("train.steps", "9_" * 4301 + "9")]
     cases.append(("preference.loss_weights", "{a: 1}"))
+    for key in ("optim.muon_lr", "optim.beta1", "data.split", "lora.alpha", "rl.failed_reward"):
+        cases += [(key, "9" * 400), (key, f"-{'9' * 400}")]
+    cases += [("optim.muon", f"{{momentum: {'9' * 400}}}"), ("data.video", f"{{fps: {'9' * 400}}}")]
     odd = ("[[1]]", "[{a: 1}]", "[x]")
     cases += [(key, value) for key in numbers for value in odd]
     basic = ["model.path=x", "train.objective=embed"]

@@ -262,6 +262,7 @@ def test_values_are_converted(case, tmp_path):
         assert found == value, key
 
 
+VERL = "verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct"
 # A case: the keys of a file, a text or a script; fields of the error; and options.
 MISTAKES = {
     "nobody's": ("foo: 1\n", {"remedy_has": "--from llamafactory|ms-swift"}),
@@ -326,6 +327,14 @@ MISTAKES = {
     ),
     "no command": ("megatron-vlm import echo hi\n", {"remedy_has": "in front of"}),
     "a word": ("megatron-vlm import swift sft x\n", {"remedy_has": "--NAME VALUE"}),
+    "words without end": (
+        "megatron-vlm import swift sft $(seq 20000)\n",
+        {"key": "import", "problem": "is followed by 20002 words, and at most 4000 are read"},
+    ),
+    "a name of many parts": (
+        f"megatron-vlm import {VERL} algorithm.adv_estimator=grpo {'a.' * 50_000}a=1\n",
+        {"key_has": "a.a.a", "problem_has": "is no key of verl"},
+    ),
     "a file that is not there": (
         script_text("swift sft", SWIFT | {"system": "nowhere.txt"}),
         {"key": "system", "problem_has": "does not exist"},
@@ -347,13 +356,11 @@ MISTAKES = {
         {"key": "advantage_estimator", "found": "reinforce_plus_plus"},
     ),
     "no estimator": (
-        "megatron-vlm import verl.trainer.main_ppo algorithm.adv_estimator=null "
-        "actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct\n",
+        f"megatron-vlm import {VERL} algorithm.adv_estimator=null\n",
         {"key": "algorithm.adv_estimator", "remedy_has": "no critic"},
     ),
     "a critic": (
-        "megatron-vlm import verl.trainer.main_ppo "
-        "actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct\n",
+        f"megatron-vlm import {VERL}\n",
         {"key": "algorithm.adv_estimator", "found": "gae", "remedy_has": "no critic"},
     ),
 }

@@ -33,6 +33,7 @@ _PROGRAMS = {
     "verl": (r"((?:[\w.]+\.)?main_\w+|(?:.*/)?main_\w+\.py)()\n.*",),
 }
 _ONE_VALUE = ("axolotl", "verl")  # an option has one value at most; others take lists
+_MAX_WORDS = 4000
 _REMEDY = (
     "give a YAML or JSON file, or write `megatron-vlm import` in front of llamafactory-cli train, "
     "swift sft, megatron sft, trl sft, axolotl train or python -m verl.trainer.main_ppo, with its "
@@ -43,6 +44,10 @@ _REMEDY = (
 def read_command(words: Sequence[str], environment: Mapping[str, str]) -> SourceSettings:
     """Return the settings of a training command, and of the YAML file that it names. Words before
     the program are its launcher and its variables."""
+    if len(words) > _MAX_WORDS:
+        remedy = "write long lists of data into a file of their own, or as a glob in quotes"
+        problem = f"is followed by {len(words)} words, and at most {_MAX_WORDS} are read"
+        raise ConfigError(problem, key="import", remedy=remedy)
     trainer, program, task, place = _find_program(words)
     count = 2 if task and words[place + 1 : place + 2] == [task] else 1
     name = f"{program or trainer.removeprefix('ms-')} {task}".rstrip()
