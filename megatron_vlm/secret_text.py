@@ -7,8 +7,7 @@ HIDDEN = "***"
 _SECRET = re.compile(
     r"\w*(?:password|passwd|passphrase|secret|credential|webhook)\w*|\w*token|\w+_key"
     r"|\w*(?:api|access|private|auth|signing)_?keys?|(?:\w*_)?(?:pwd|authorization|cookie)"
-    r"|(?:\w*_)?x_\w+_signature"
-    r"|(?:\w*_)?(?:hf|hub|api|auth|access|bearer|refresh|id|bot|user|git\w+)_?tokens"
+    r"|(?:\w*_)?(?:x_\w+_signature|(?:hf|hub|api|auth|access|bearer|refresh|id|bot|user)_?tokens)"
 )
 # Names of tokens and of fields, which end like those of secrets.
 _PUBLIC = re.compile(
@@ -29,8 +28,7 @@ _BARE = r"""(?:[^\s"',;&}\]]|[,;&}\]](?![\s"'\[\]{},;&]|$|[\w.-]+["'\\]*\s*[:=])
 _SCHEME = r"(?:(?:bearer|basic|digest|token|apikey)\s+|[|>][+-]?\s+)?"
 _QUOTED = r"""(?P<quote>\\*["'])(?:(?!(?P=quote))(?:\\.|.))*+(?:(?P=quote))?"""
 _PART = r"""(?:"(?:\\.|[^"\\])*+"?|'(?:\\.|[^'\\])*+'?|[^\[\](){}"'])"""
-_NESTED = rf"(?:{_PART}|[\[({{]{_PART}*+[\])}}]?)"
-_LIST = rf"[\[({{](?:{_NESTED}|[\[({{]{_NESTED}*+[\])}}]?)*+[\])}}]?"
+_LIST = rf"[\[({{](?:{_PART}|[\[({{]{_PART}*+[\])}}]?)*+[\])}}]?"
 _VALUE = re.compile(
     rf"(?!\*\*\*|(?:true|false|null|none|is)(?![\w-]))"
     rf"(?:{_QUOTED}|{_LIST}|-\s+{_BARE}(?:\s+-\s+{_BARE})*|{_SCHEME}{_BARE})",
@@ -40,10 +38,9 @@ _HEADER = re.compile(r"(?:authorization|cookie)$", re.IGNORECASE)  # its value i
 # Secrets without a name: logins of addresses and parts of their queries, what follows the word
 # Bearer, and the forms of well-known services.
 _OTHERS = re.compile(
-    r"""(?<=://)(?!git@)[^/\s"'?#]+(?=@)"""
-    r"""|(?<=[?&](?:key|sig)=)[^&\s"'#]+"""
-    r"""|(?<=\b[Bb]earer )(?=\S*[\d_.+/=-])[^\s"',;]{3,}|"""
-    r"""(?<=\bBasic )(?=\S*[\d+/=-])[^\s"',;]{3,}"""
+    r"""(?<=://)(?!git@)[^/\s"'?#]+(?=@)|(?<=[?&](?:key|sig)=)[^&\s"'#]+"""
+    r"""|(?<=\b[Bb]earer )(?=\S*[\d_.+/=-])[^\s"',;]{3,}"""
+    r"""|(?<=\bBasic )(?=\S*[\d+/=-])[^\s"',;]{3,}"""
     r"""|(?<![\w-])(?:[srp]k-(?=[\w-]*\d)[\w-]{20,}|hf_[A-Za-z\d]{20,}|gh[opsur]_\w{20,}"""
     r"""|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}|A[KS]IA[A-Z\d]{16}|AIza[\w-]{30,}"""
     r"""|nvapi-[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"""

@@ -67,9 +67,8 @@ def _check_secrets(cfg: Config) -> None:
             # The colons of a prompt are punctuation.
             text = str(value).replace(": ", " ") if key == "data.system" else str(value)
             if is_secret(key) or hide_secrets(text) != text:
-                problem = "is a secret" if is_secret(key) else "has a secret in it"
                 raise ConfigError(
-                    f"{problem}, and a run stores its configuration",
+                    "holds a secret, and a run stores its configuration",
                     key=key,
                     remedy="give it as a variable of the environment",
                 )

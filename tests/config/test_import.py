@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/config/test_import.py
 """Configurations of other trainers become ours, line by line, or are refused with their line."""
 
+import json
 import re
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from tests.support.error_fields import raises
 from tests.support.suites import quick
 from tests.support.tables import in_one_test
 from tests.support.trainer_examples import run_script, script_text, texts, yaml_text
+from tests.support.trainer_fields import GOLDEN, outcomes
 from tests.support.trainer_scripts import FILES, SCRIPTS
 
 EXAMPLES = texts()
+FIELDS = json.loads(GOLDEN.read_text())
 # Examples that cannot be translated, with the key that says why.
 REFUSED = {
     "LLaMA-Factory extras/oft/qwen2_5vl_oft_sft": "finetuning_type",
@@ -102,6 +105,7 @@ SWIFT = {"model": "Qwen/Qwen3-VL-2B-Instruct", "dataset": "chats.jsonl", "tuner_
 AXOLOTL = {"base_model": "Qwen/Qwen3.5-4B", "datasets": [{"path": "a.jsonl"}]}
 AXOLOTL |= {"sequence_len": 2048, "learning_rate": 1e-5}
 TRL = {"model_name_or_path": "Qwen/Qwen3-VL-2B-Instruct", "dataset_name": "org/set"}
+VERL = "verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct"
 _BATCH = {"per_device_train_batch_size": 8, "num_generations": 8}
 # A case: the keys of a file, a text or a script; our keys with their values; and options.
 VALUES = {
@@ -216,6 +220,34 @@ VALUES = {
         ),
         {"rl.advantage": "rloo"},
     ),
+    "weights and smoothing of dpo's losses": (
+        TRL | {"loss_type": ["robust", "ipo"], "loss_weights": [1, 0.5], "label_smoothing": 0.1},
+        {"preference.losses": ("robust", "ipo"), "preference.loss_weights": (1.0, 0.5)}
+        | {"preference.label_smoothing": 0.1},
+        {"task": "dpo"},
+    ),
+    "parts beside adapters": (
+        LF_LORA | {"additional_target": "merger", "enable_liger_kernel": "true"},
+        {"lora.train": ("merger",)},
+    ),
+    "evaluations without a better one": (
+        AXOLOTL
+        | {"val_set_size": 0.1, "early_stopping_patience": 3, "eval_steps": 50}
+        | {"tokens": ["<a>", "<b>"], "loss_watchdog_threshold": 5.0},
+        {"train.early_stopping": 3, "checkpoint.best": "held_out/loss"}
+        | {"data.add_tokens": ("<a>", "<b>")},
+    ),
+    "temperature of verl's evaluations": (
+        f"megatron-vlm import {VERL} algorithm.adv_estimator=grpo "
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true "
+        "actor_rollout_ref.rollout.val_kwargs.temperature=0.7 "
+        "actor_rollout_ref.model.use_fused_kernels=true\n",
+        {"rl.eval_temperature": 0.7},
+    ),
+    "settings that mean nothing here": (
+        TRL | {"dataset_kwargs": {"a": 1}, "model_kwargs": {"b": 2}, "interleave_prob": [1]},
+        {"optim.lr": 2e-5},
+    ),
     "an argument file of ms-swift": (
         (
             "args.json",
@@ -262,7 +294,6 @@ def test_values_are_converted(case, tmp_path):
         assert found == value, key
 
 
-VERL = "verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct"
 # A case: the keys of a file, a text or a script; fields of the error; and options.
 MISTAKES = {
     "nobody's": ("foo: 1\n", {"remedy_has": "--from llamafactory|ms-swift"}),
@@ -397,6 +428,26 @@ def test_all_mistakes_are_reported_at_once(tmp_path):
         translate(tmp_path, "a.yaml", text)
     errors = (caught.value, *caught.value.further)
     assert [error.key for error in errors] == ["learning_rate", "optim", "one", "two"]
+
+
+@in_one_test("trainer", FIELDS)
+def test_every_field_of_a_trainer_is_read_answered_or_asked_about(trainer):
+    """python -m tests.support.trainer_fields writes the table anew."""
+    names = [name for kind in FIELDS[trainer].values() for name in kind]
+    assert outcomes(trainer, names) == FIELDS[trainer]
+
+
+def test_one_option_leaves_out_every_key_that_is_not_known(tmp_path):
+    asked = FIELDS["axolotl"]["asked"]
+    (tmp_path / "a.yaml").write_text(yaml_text(AXOLOTL | dict.fromkeys(asked, 7)))
+    words = ["import", str(tmp_path / "a.yaml")]
+    with raises(ConfigError) as caught:
+        translate(tmp_path, "a.yaml", yaml_text(AXOLOTL | dict.fromkeys(asked, 7)))
+    errors = (caught.value, *caught.value.further)
+    *others, remedy = [error.remedy for error in errors]
+    names = remedy.rpartition("--ignore ")[2]
+    assert not any(others) and names.split(",") == [error.key for error in errors]
+    assert len(errors) > 150 and main([*words, "--ignore", names]) == 0
 
 
 def test_the_command_prints_a_file_for_train(tmp_path, capsys):

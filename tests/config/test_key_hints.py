@@ -168,7 +168,7 @@ LISTS = sorted((Path(__file__).parents[1] / "golden" / "trainer_keys").glob("*.t
 TYPED = """
 adamw additional_target assistant_only_loss batch_size clip_ratio completion_only_loss
 compute_metrics critic custom_reward_function dataset_dir dataset_text_field eval_batch_size
-filter_groups fps hydra init_lora_weights interleave_probs kl_ctrl kto_chosen_weight
+filter_groups fps hydra init_lora_weights interleave_probs kl_ctrl kto_chosen_weight interleave_prob
 limit_mm_per_prompt load_best_model_at_end loss_agg_mode mask_history mask_truncated_completions
 max_seq_length max_turns min_p mix_strategy multi_turn muon neat_packing new_special_tokens
 overlong_buffer override_config peft peft_config precompute_ref_log_probs pref_ftx profiler

@@ -88,6 +88,7 @@ AXOLOTL = Trainer(
         **{"num_train_epochs": "num_epochs", "val_size": "val_set_size"},
         **{"per_device_train_batch_size": "micro_batch_size", "optim": "optimizer"},
         **{"per_device_eval_batch_size": "eval_batch_size", "lr_scheduler_type": "lr_scheduler"},
+        "modules_to_save": "lora_modules_to_save",
         **{"min_lr_rate": "cosine_min_lr_ratio", "num_generations": "trl.num_generations"},
         **{"context_parallel_size": "context_parallel_size sequence_parallel_degree"},
         **{"max_completion_length": "trl.max_completion_length", "loss_type": "trl.loss_type"},
@@ -96,6 +97,7 @@ AXOLOTL = Trainer(
         "reward_funcs": "trl.reward_funcs",
         "tensor_model_parallel_size": "tensor_parallel_size",
     },
+    same={"data.add_tokens": "tokens"},
     rules=(
         *(find_gpu_count, translate_adapters, _translate_data, _translate_supervision),
         *(translate_device_batches, _translate_rate, *SHARED_RULES, translate_grpo),

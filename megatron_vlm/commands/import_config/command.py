@@ -25,7 +25,7 @@ from megatron_vlm.commands.import_config.source_settings import (
 from megatron_vlm.commands.import_config.translation import Trainer, Translation
 from megatron_vlm.commands.import_config.trl import TRL
 from megatron_vlm.commands.import_config.verl import VERL
-from megatron_vlm.config.arguments import SecretiveParser
+from megatron_vlm.config.arguments import SecretiveParser, parse_arguments
 from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.load import load_config
 from megatron_vlm.errors import ConfigError, gather_errors
@@ -56,8 +56,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help=gpus)
     command = "the command of TRL that the file is for (default: sft)"
     parser.add_argument("--command", choices=_COMMANDS, help=command)
-    ignored = "leave out a key that is not known here; may be repeated"
-    parser.add_argument("--ignore", action="append", default=[], metavar="KEY", help=ignored)
+    ignored = "leave out keys that are not known here; may be repeated"
+    parser.add_argument("--ignore", action="append", default=[], metavar="KEY,...", help=ignored)
 
 
 def import_(args: argparse.Namespace) -> None:
@@ -79,18 +79,14 @@ def import_(args: argparse.Namespace) -> None:
     if words and words[0].lower().endswith(DATA_FILES):
         options = SecretiveParser(prog="megatron-vlm import", allow_abbrev=False)
         _add_options(options)
-        _, rest = options.parse_known_args(words[1:], args)  # options may stand behind a file
-        if rest:
-            name, known = rest[0].partition("=")[0], ["--from", "--gpus", "--command", "--ignore"]
-            raise ConfigError("is not known behind a file", key=name, allowed=known)
+        options.set_defaults(**vars(args))  # options may stand behind a file
+        args = parse_arguments(options, words[1:])
         words = words[:1]
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(key="--gpus", found=args.gpus, allowed="at least 1")
     source = read_source(words, os.environ)
-    print(
-        translated_text(source, args.trainer, args.command, args.gpus, frozenset(args.ignore)),
-        end="",
-    )
+    ignored = frozenset(",".join(args.ignore).split(","))
+    print(translated_text(source, args.trainer, args.command, args.gpus, ignored), end="")
 
 
 def read_source(words: Sequence[str], environment: Mapping[str, str]) -> SourceSettings:

@@ -11,7 +11,6 @@ _LOSSES = {
     "dr_grpo": ("ppo", "constant"),
     "cispo": ("cispo", "tokens"),
 }
-_ESTIMATORS = {"grpo": "grpo", "rloo": "rloo"}
 # Our advantage by that of the estimator, and by what scale_rewards divides it by.
 _SCALED = {
     "grpo": {"true": "grpo", "group": "grpo", "false": "dr_grpo", "none": "dr_grpo"},
@@ -47,7 +46,7 @@ def translate_grpo(t: Translation, loss: str = "dapo", beta: float | None = None
 def _translate_advantage(t: Translation) -> None:
     """Set rl.advantage by what is subtracted from a reward and by what it is divided."""
     estimator, scaled = t.given("advantage_estimator"), t.named("scale_rewards")
-    kind = t.method if estimator is None else t.choose(estimator, _ESTIMATORS)
+    kind = t.method if estimator is None else t.choose(estimator, {each: each for each in _SCALED})
     note = f"the command is {kind}" if estimator is None else ""
     if scaled is not None:
         kind = t.choose(scaled, _SCALED[kind])

@@ -1,6 +1,7 @@
 """Settings that no rule has read: those with a key of the same meaning here, and those without
 one."""
 
+import re
 from dataclasses import dataclass, field
 
 from megatron_vlm.commands.import_config.source_settings import Setting
@@ -17,12 +18,25 @@ _CHANGES = (
     "neat_packing sample_packing padding_free max_samples template chat_template modules_to_save "
     "additional_target lora_modules_to_save freeze_parameters freeze_parameters_ratio "
     "freeze_parameters_regex trainable_parameters unfrozen_parameters streaming mix_strategy "
-    "interleave_probs moe_expert_capacity_factor mtp_num_layers dpo_label_smoothing "
+    "interleave_probs moe_expert_capacity_factor mtp_num_layers"
     "f_divergence_type enable_thinking tokenizer_type use_galore fp8 overlong_filter "
     "special_tokens mask_truncated_completions new_special_tokens rope_scaling moe_aux_loss_coeff "
     "moe_z_loss_coeff use_chat_template external_plugins"
 )
-_MEANT = ("use_chat_template",)  # not to use these changes what is learnt
+# Not to use these changes what is learnt.
+_MEANT = ("use_chat_template", "train_on_eos", "train_on_eot", "norm_bbox", "do_sample")
+# Classes of names that no table has.
+_CLASSES = {
+    "what it sets is not read: set it by the keys of docs/configuration.md": re.compile(
+        r"\w+_kwargs|response_prefix"
+    ),
+    "it says how that trainer runs, and not what is learnt": re.compile(
+        r"(?:\w*_)?(?:kernels?|fused|fusion|liger|unsloth|compile|xformers|logs?|logging|print|tqdm"
+        r"|profiler?|trace|prometheus|otel|debug|hub|caches?(?!_len)|caching|download|serialization"
+        r"|shm|hdfs|symlink|workers?|num_proc|processes|timeout|nccl|host|port|ray|memory|gc|p2p"
+        r"|watchdog|recompute)(?!_?prob)(?:_\w+)?"
+    ),
+}
 
 
 @dataclass
@@ -45,31 +59,38 @@ def read_leftovers(t: Translation, ignored: frozenset[str], errors: list[ConfigE
     for key, name in t.trainer.same.items():
         t.copy(key, name)
     for name, setting in t.source.settings.items():
-        if name in t.read or name in ignored:
-            continue
-        found = _counterpart(name)
-        if found in leaves():
-            _copy(t, left, str(found), setting)
-        elif is_off(setting.value) and name not in _MEANT:
-            left.off.append(setting)
-        elif found is not None and name.rpartition(".")[2] in _CHANGES.split():
-            t.differ(found, setting)
-        elif found is not None:
-            left.add(found, setting)
-        elif t.source.is_dump:
-            left.unknown.append(setting)
-        else:
-            problem = f"is no key of {t.trainer.title} that is known here"
-            remedy = f"remove it if it is not needed, or give --ignore {name}"
-            errors.append(t.source.error(setting, problem, remedy=remedy))
+        if name not in t.read and name not in ignored:
+            _sort(t, left, setting)
+    if left.unknown and not t.source.is_dump:
+        problem = f"is no key of {t.trainer.title} that is known here"
+        names = ",".join(setting.name for setting in left.unknown)
+        remedy = f"remove what is not needed, or give --ignore {names}"
+        *others, last = left.unknown
+        errors += [t.source.error(setting, problem) for setting in others]
+        errors.append(t.source.error(last, problem, remedy=remedy))
     return left
 
 
-def _counterpart(name: str) -> str | None:
+def _sort(t: Translation, left: Leftovers, setting: Setting) -> None:
+    found = find_counterpart(setting.name)
+    if found in leaves():
+        _copy(t, left, str(found), setting)
+    elif is_off(setting.value) and setting.name.rpartition(".")[2] not in _MEANT:
+        left.off.append(setting)
+    elif found is not None and setting.name.rpartition(".")[2] in _CHANGES.split():
+        t.differ(found, setting)
+    elif found is not None:
+        left.add(found, setting)
+    else:
+        left.unknown.append(setting)
+
+
+def find_counterpart(name: str) -> str | None:
     """Return our key or a sentence. Settings of Megatron-LM that verl passes on have their own."""
     last = name.rpartition(".")[2]
     own = counterpart_of(last) if ".override_" in name else None
-    return own or counterpart_of(name) or _OWN_NAMES.get(name)
+    its_class = next((text for text, form in _CLASSES.items() if form.fullmatch(last)), None)
+    return own or counterpart_of(name) or _OWN_NAMES.get(name) or its_class
 
 
 def _copy(t: Translation, left: Leftovers, key: str, setting: Setting) -> None:

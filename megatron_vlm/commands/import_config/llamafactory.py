@@ -53,7 +53,11 @@ LLAMA_FACTORY = Trainer(
         **{"rlhf_type": "stage", "tuner_type": "finetuning_type", "target_modules": "lora_target"},
         **{"max_length": "cutoff_len", "loss_type": "pref_loss", "beta": "pref_beta"},
         **{"rpo_alpha": "pref_ftx", "desirable_weight": "kto_chosen_weight"},
-        "undesirable_weight": "kto_rejected_weight",
+        **{"undesirable_weight": "kto_rejected_weight", "modules_to_save": "additional_target"},
+        **{
+            "label_smoothing": "dpo_label_smoothing",
+            "early_stopping_patience": "early_stopping_steps",
+        },
     },
     same={
         "data.max_pixels": "image_max_pixels",

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.translation import Translation, is_off
@@ -50,6 +51,9 @@ _FUSED = {
 }
 _FEW = "few weights are trained by LoRA, or by freezing parts"
 _ALL = (["all"], ["all-linear"], ["all_linear"])
+# Modules of Qwen and Gemma that can be trained whole beside adapters, and their parts.
+_WHOLE = {"merger": "merger", "visual.merger": "merger", "embed_vision": "merger"}
+_WHOLE |= {"visual": "vision", "vision_tower": "vision", "language_model": "language"}
 _BITS = {"4": "nf4", "8": "int8"}
 # Names of layers, on which patterns are tried. The second is our name.
 LAYERS = {
@@ -141,6 +145,8 @@ def translate_method(t: Translation) -> None:
     for key, name in {
         "preference.beta": "beta",
         "preference.simpo_gamma": "simpo_gamma",
+        "preference.label_smoothing": "label_smoothing",
+        "preference.discopop_tau": "discopop_tau",
         "preference.desirable_weight": "desirable_weight",
         "preference.undesirable_weight": "undesirable_weight",
     }.items():
@@ -149,7 +155,10 @@ def translate_method(t: Translation) -> None:
 
 
 def _translate_supervised_part(t: Translation) -> None:
-    weight = t.given("rpo_alpha")
+    weight, weights = t.given("rpo_alpha"), t.given("loss_weights")
+    if weights is not None:
+        numbers = [t.number(replace(weights, value=each)) for each in t.words(weights)]
+        t.put("preference.loss_weights", numbers, weights)
     if weight is None or not t.number(weight):
         return
     if t.method == "dpo":
@@ -203,6 +212,10 @@ def put_adapters(
         t.put("lora.alpha", 2 * t.lines["lora.rank"].value, rank, note=note)
     t.copy("lora.dropout", "lora_dropout")
     _translate_targets(t, without, why)
+    whole = t.given("modules_to_save")
+    if whole is not None:
+        parts = [t.choose(replace(whole, value=each), _WHOLE) for each in t.words(whole)]
+        t.put("lora.train", parts, whole)
     _translate_bits(t)
     path = t.given("adapter_name_or_path")
     if path is not None:

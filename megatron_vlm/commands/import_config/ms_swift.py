@@ -180,6 +180,7 @@ MS_SWIFT = Trainer(
         **{"max_steps": "max_steps train_iters", "adam_epsilon": "adam_eps"},
         **{"num_train_epochs": "num_train_epochs max_epochs num_epochs", "optim": "optimizer"},
         **{"warmup_steps": "lr_warmup_iters", "warmup_ratio": "lr_warmup_fraction"},
+        "early_stopping_patience": "early_stop_interval",
         **{"max_grad_norm": "clip_grad", "save_steps": "save_interval"},
         **{"eval_steps": "eval_interval", "logging_steps": "log_interval", "output_dir": "save"},
     },

@@ -192,12 +192,15 @@ def _interval(
 
 def _translate_best(t: Translation) -> None:
     best, metric = t.switched_on("load_best_model_at_end"), t.given("metric_for_best_model")
-    if best is None:
+    patience = t.positive("early_stopping_patience")
+    if best is None and patience is None:
         return
     if metric is not None and str(metric.value).removeprefix("eval_") != "loss":
-        t.differ("checkpoint.best=SET/SCORE chooses the best checkpoint", best)
+        t.differ("checkpoint.best=SET/SCORE chooses the best checkpoint", best, patience)
         return
     held_out = t.lines.get("data.eval")
     name = HELD_OUT if held_out is None else parse_sets(held_out.value)[0].name
-    t.put("checkpoint.best", f"{name}/loss", best, metric)
-    t.put("checkpoint.export_from", "best", best)
+    t.put("checkpoint.best", f"{name}/loss", best, patience, metric)
+    t.copy_setting("train.early_stopping", patience)
+    if best is not None:
+        t.put("checkpoint.export_from", "best", best)

@@ -87,7 +87,7 @@ TRL = Trainer(
     names={
         **{"lora_rank": "lora_r", "target_modules": "lora_target_modules"},
         **{"max_length": "max_length max_seq_length", "truncation_strategy": "truncation_mode"},
-        "rpo_alpha": "rpo_alpha cpo_alpha",
+        **{"rpo_alpha": "rpo_alpha cpo_alpha", "modules_to_save": "lora_modules_to_save"},
     },
     rules=(
         *(find_gpu_count, _check_command, _find_limit, _translate_adapters, _translate_data),

@@ -92,6 +92,9 @@ def _translate_algorithm(t: Translation) -> None:
     ):
         if (setting := t.take(name)) is not None:
             t.put(key, t.choose(setting, table), setting)
+    drawn = t.switched_on("rollout.val_kwargs.do_sample")  # else greedy, as here
+    warmth = t.given("rollout.val_kwargs.temperature")
+    t.copy_setting("rl.eval_temperature", warmth if drawn else None)
     _translate_penalties(t)
     translate_answers(t)
     translate_sampler(t, t.given("rollout.name"))

@@ -127,7 +127,7 @@ MODEL_NAMES = {
     "data.split holds a share of data.train out (0.1), or a number of records (100); data.eval "
     "names data that is held out already": "split",
     "'data.train=[a.jsonl,{path: b.jsonl, weight: 0.5}]' mixes sources: weight is how often an "
-    "epoch has each record": "mix_strategy interleave_probs",
+    "epoch has each record": "mix_strategy interleave_probs interleave_prob",
     "eval.samples limits an evaluation; for training, give a smaller file": "max_samples",
     "eval.samples is the samples of each set in an evaluation; null is all of them": "eval_iters",
     "the checkpoint's own chat template is used": "template chat_template use_chat_template",
