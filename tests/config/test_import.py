@@ -16,7 +16,7 @@ from tests.support.error_fields import raises
 from tests.support.suites import quick
 from tests.support.tables import in_one_test
 from tests.support.trainer_examples import run_script, script_text, texts, yaml_text
-from tests.support.trainer_fields import GOLDEN, outcomes
+from tests.support.trainer_fields import GOLDEN, fields_of, outcomes
 from tests.support.trainer_scripts import FILES, SCRIPTS
 
 EXAMPLES = texts()
@@ -435,6 +435,14 @@ def test_every_field_of_a_trainer_is_read_answered_or_asked_about(trainer):
     """python -m tests.support.trainer_fields writes the table anew."""
     names = [name for kind in FIELDS[trainer].values() for name in kind]
     assert outcomes(trainer, names) == FIELDS[trainer]
+
+
+@pytest.mark.slow
+@pytest.mark.engine("trl")
+def test_the_table_has_the_fields_of_the_trl_that_is_installed():
+    folders = (Path(__file__).parents[2] / ".venv-trl/lib").glob("python3*/site-packages")
+    names = [name for kind in FIELDS["trl"].values() for name in kind]
+    assert fields_of([*folders])["trl"] == sorted(names)
 
 
 def test_one_option_leaves_out_every_key_that_is_not_known(tmp_path):
