@@ -23,7 +23,7 @@ from megatron_vlm.hf.weight_map import Entry, Origin
 from megatron_vlm.io.printable import short_name, show_count, size_text
 from megatron_vlm.planner.run_plan import RunPlan
 from megatron_vlm.report.terminal import plain_table
-from megatron_vlm.training.lr_schedule import total_steps
+from megatron_vlm.training.lr_schedule import epochs_in, total_steps
 
 ADAPTERS = "lora"
 _WIDTH = 80
@@ -162,7 +162,8 @@ def _steps(facts: RunFacts) -> str:
     train, samples = facts.plan.cfg.train, facts.data.length
     if samples is None:
         return facts.length
-    epochs = total_steps(train, samples) * train.global_batch_size / samples
+    total = total_steps(train, samples, facts.prompts_only)
+    epochs = epochs_in(total, samples, train.global_batch_size, facts.prompts_only)
     return f"{facts.length}, {epochs:.3g} epoch{'s' * (epochs != 1)}"
 
 

@@ -70,7 +70,7 @@ class Run:
         self.evaluator = Evaluator(worker, cfg, self.objective, is_idle, may_ask)
         opened.callback(self.evaluator.close)
         self.rate_held_out: Callable[[], dict[str, dict[str, float]]] | None = None
-        self.total_steps = total_steps(cfg.train, self.feeder.length)
+        self.total_steps = total_steps(cfg.train, self.feeder.length, prompts_only)
         self.begin_phase(0, "resuming", files=True)
         frozen = {}
         with fail_together(platform.device, CheckpointError):
@@ -84,7 +84,7 @@ class Run:
         self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
         self.position_before = self.progress.position  # before the last step
-        length = length_of(cfg, self.feeder.length, self.resumed_step)
+        length = length_of(cfg, self.feeder.length, self.total_steps, self.resumed_step)
         if not prompts_only:
             self.feeder.start(self.progress.position)
         self.log = RunLog(cfg, grid.rank == 0, self.total_steps, self.resumed_step)

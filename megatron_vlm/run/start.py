@@ -25,7 +25,7 @@ from megatron_vlm.report.run_overview import RunFacts, StageReport, run_overview
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
 from megatron_vlm.run.saved_config import saved_config
 from megatron_vlm.training.data_feed import Feeder
-from megatron_vlm.training.lr_schedule import describe_run_length, total_steps
+from megatron_vlm.training.lr_schedule import describe_run_length
 from megatron_vlm.training.rank_model import PATIENCE
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -97,11 +97,11 @@ def describe_start(
     return run_overview(facts)
 
 
-def length_of(cfg: Config, samples: int | None, done: int) -> str:
+def length_of(cfg: Config, samples: int | None, total: int, done: int) -> str:
     """Describe the length of a run. Raise a ConfigError if a new one would end in its warm-up."""
     if not done:
-        return describe_run_length(cfg, samples)
-    return f"{done:,} of {total_steps(cfg.train, samples):,} steps are done already"
+        return describe_run_length(cfg, samples, total)
+    return f"{done:,} of {total:,} steps are done already"
 
 
 def device_memory(platform: Platform) -> str:

@@ -1,6 +1,7 @@
 """The learning rate of a step as a pure function, so that checkpoints need not save it."""
 
 import math
+from fractions import Fraction
 
 from megatron_vlm.config.checks import WARMUP_REMEDY
 from megatron_vlm.config.schema import Config, OptimConfig, TrainConfig
@@ -8,13 +9,23 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.printable import show_count
 
 
-def total_steps(train: TrainConfig, samples: int | None) -> int:
+def total_steps(train: TrainConfig, samples: int | None, prompts_only: bool = False) -> int:
     """Return train.steps, or the number of steps in train.epochs. A stream has no number of
-    samples, and needs train.steps."""
+    samples, and needs train.steps. The last batch of an epoch may be short, except for prompts,
+    whose batches cross epochs."""
     if train.steps is not None:
         return train.steps
     assert samples is not None, "checks.py: a stream has train.steps"
-    return max(1, math.ceil(train.epochs * samples / train.global_batch_size))
+    epochs, size = Fraction(str(train.epochs)), train.global_batch_size  # 1.1 is no exact float
+    whole = 0 if prompts_only else math.floor(epochs)
+    rest = math.ceil((epochs - whole) * samples / size)
+    return max(1, whole * math.ceil(samples / size) + rest)
+
+
+def epochs_in(steps: int, samples: int, batch_size: int, prompts_only: bool) -> float:
+    """Return the number of epochs in so many steps. Only batches of prompts cross epochs."""
+    whole, rest = (0, steps) if prompts_only else divmod(steps, math.ceil(samples / batch_size))
+    return whole + rest * batch_size / samples
 
 
 def warmup_of(optim: OptimConfig, total: int) -> int:
@@ -24,11 +35,10 @@ def warmup_of(optim: OptimConfig, total: int) -> int:
     return optim.warmup_steps or min(part, total - 1)
 
 
-def describe_run_length(cfg: Config, samples: int | None) -> str:
-    """Describe the length of a run in a line. Raise a ConfigError if the run would end before it
-    reaches lr."""
-    total, train = total_steps(cfg.train, samples), cfg.train
-    warmup = warmup_of(cfg.optim, total)
+def describe_run_length(cfg: Config, samples: int | None, total: int) -> str:
+    """Describe the length of a run of `total` steps in a line. Raise a ConfigError if the run would
+    end before it reaches lr."""
+    train, warmup = cfg.train, warmup_of(cfg.optim, total)
     data = "a stream" if samples is None else show_count(samples, "sample")
     if warmup >= total:
         epochs = "" if train.steps is not None else f", train.epochs={train.epochs:g}"

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from megatron_vlm.config.schema import TrainConfig
 from megatron_vlm.data.batches import loader as loading
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_position import Position
@@ -22,6 +23,7 @@ from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.training.broadcast import share_batch
 from megatron_vlm.training.data_feed import SharedBatches
+from megatron_vlm.training.lr_schedule import total_steps
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.chats import picture, say, text
@@ -84,6 +86,7 @@ def expected(dataset, tiny):
 def test_steps_and_epochs(expected):
     assert [len(rows) for rows, _ in expected] == [8, 8, 7, 8, 8, 7]  # the last one is not filled
     assert [after.epoch for _, after in expected] == [0, 0, 1, 1, 1, 2]
+    assert total_steps(TrainConfig(global_batch_size=8, epochs=2.0), 23) == len(expected)
     for epoch in (expected[:3], expected[3:]):
         ids = [str(row[1]) for rows, _ in epoch for row in rows]
         assert len(set(ids)) == 23  # each sample exactly once

@@ -20,7 +20,13 @@ from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.report.metrics_lines import RlLine, StepLine
 from megatron_vlm.run.log import RunLog, duration, progress_line, step_figures
 from megatron_vlm.run.throughput import NonFiniteGuard
-from megatron_vlm.training.lr_schedule import describe_run_length, lr_at, warmup_of
+from megatron_vlm.training.lr_schedule import (
+    describe_run_length,
+    epochs_in,
+    lr_at,
+    total_steps,
+    warmup_of,
+)
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows
@@ -60,20 +66,47 @@ def test_warm_up_as_a_ratio():
     assert [warmup_of(few, total) for total in (1, 2, 4, 100, 101)] == [0, 1, 1, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("epochs", "samples", "batch_size", "steps", "prompt_steps"),
+    [
+        (2.0, 10, 8, 4, 3),  # batches of 8, 2, 8 and 2; prompts of 8, 8 and 4
+        (3.0, 6, 8, 3, 3),  # each epoch is one short batch
+        (3.0, 100, 8, 39, 38),
+        (2.0, 16, 8, 4, 4),
+        (0.5, 23, 8, 2, 2),
+        (1.5, 10, 8, 3, 2),
+        (1.1, 10, 1, 11, 11),  # 1.1 x 10 is above 11 as floats
+        (0.01, 10, 8, 1, 1),
+    ],
+)
+def test_epochs_end_with_a_short_batch(epochs, samples, batch_size, steps, prompt_steps):
+    """Batches of prompts cross epochs instead."""
+    train = TrainConfig(global_batch_size=batch_size, epochs=epochs)
+    assert total_steps(train, samples) == steps
+    assert total_steps(train, samples, prompts_only=True) == prompt_steps
+    if epochs == int(epochs):
+        assert epochs_in(steps, samples, batch_size, prompts_only=False) == epochs
+    assert epochs_in(prompt_steps, samples, batch_size, True) == prompt_steps * batch_size / samples
+
+
 def test_a_run_that_would_end_within_its_warm_up_is_refused():
     """By its real number of steps, from epochs, too."""
+
+    def describe(cfg: Config, samples: int | None) -> str:
+        return describe_run_length(cfg, samples, total_steps(cfg.train, samples))
+
     cfg = Config(train=TrainConfig(global_batch_size=64, epochs=2))
-    cfg = replace(cfg, optim=OptimConfig(warmup_steps=7))
-    steps = "7 steps (200 samples"
-    with raises(ConfigError, key="optim.warmup_steps", found=7, problem_has=steps):
-        describe_run_length(cfg, 200)
-    assert describe_run_length(cfg, 250) == "250 samples, 8 steps of 64, 7 of them warm-up"
+    cfg = replace(cfg, optim=OptimConfig(warmup_steps=8))
+    steps = "8 steps (200 samples"
+    with raises(ConfigError, key="optim.warmup_steps", found=8, problem_has=steps):
+        describe(cfg, 200)
+    assert describe(cfg, 270) == "270 samples, 10 steps of 64, 8 of them warm-up"
     recipe = replace(cfg, optim=OptimConfig(warmup_ratio=0.03))
-    assert describe_run_length(recipe, 200) == "200 samples, 7 steps of 64, 1 of them warm-up"
+    assert describe(recipe, 200) == "200 samples, 8 steps of 64, 1 of them warm-up"
     streamed = replace(recipe, train=replace(cfg.train, steps=1000))
-    assert describe_run_length(streamed, None) == "a stream, 1,000 steps of 64, 30 of them warm-up"
+    assert describe(streamed, None) == "a stream, 1,000 steps of 64, 30 of them warm-up"
     once = Config(train=TrainConfig(global_batch_size=2, steps=1))
-    assert describe_run_length(once, 9) == "9 samples, 1 step of 2, 0 of them warm-up"
+    assert describe(once, 9) == "9 samples, 1 step of 2, 0 of them warm-up"
 
 
 def _groups(worker: MegatronWorker) -> dict[str, tuple[float, float]]:

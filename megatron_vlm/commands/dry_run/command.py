@@ -58,6 +58,7 @@ from megatron_vlm.run.progress import Progress
 from megatron_vlm.run.saved_config import with_model
 from megatron_vlm.run.start import length_of
 from megatron_vlm.training.data_fingerprint import fingerprint
+from megatron_vlm.training.lr_schedule import total_steps
 
 SHOWN_STEPS = 2
 _MAX_CHANGES = 4  # switches that a verdict names
@@ -142,7 +143,9 @@ def print_run(
     sets = list(open_held_out(model, prompts_only and needs_held_out_rewards(cfg)))
     plan = plan_run(model.layout, data, prompts_only)
     done = _steps_done(cfg, data)
-    length, held_out = length_of(cfg, data.length, done), [(n, len(d.order)) for n, d, _ in sets]
+    total = total_steps(cfg.train, data.length, prompts_only)
+    length = length_of(cfg, data.length, total, done)
+    held_out = [(n, len(d.order)) for n, d, _ in sets]
     facts = RunFacts(plan, length, data, remarks, held_out, stages, target.available, prompts_only)
     console.print(layout_table(cfg, target.words(cfg), stages))
     text = run_overview(facts)
