@@ -13,6 +13,7 @@ from megatron_vlm.config import load_config
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.command_checks import check_train
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.unused_keys import check_used
 from megatron_vlm.data.worker_processes import start_server
 from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import rank_of_process, run_process, world_of_process
@@ -70,6 +71,7 @@ def compose_config(
     file, _ = read_configuration(args)
     cfg = load_config(args.overrides, file)
     check(cfg)
+    check_used(cfg, module.rpartition(".")[2], args.overrides, file)
     check_sinks(cfg)
     check_run(cfg)
     saved = check_unnamed(cfg, args.overrides, file)

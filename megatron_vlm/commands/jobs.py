@@ -2,11 +2,14 @@
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_vlm.config import Config, ConfigFile, load_config, to_yaml
 from megatron_vlm.config.arguments import add_overrides, read_configuration
 from megatron_vlm.config.listing import listing
+from megatron_vlm.config.unused_keys import check_used
+from megatron_vlm.distributed.process import print_to_user, rank_of_process
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.run.log_sinks import check_sinks
 from megatron_vlm.run.run_folder import check_folder
@@ -47,13 +50,20 @@ def check_dry_run_arguments(args: argparse.Namespace) -> None:
             )
 
 
-def _compose(args: argparse.Namespace) -> tuple[Config, ConfigFile | None, list[str]]:
-    """Return the configuration, the file that it is from, and the arguments of the processes. Print
-    the configuration if --cfg asks for it."""
+def _compose(
+    args: argparse.Namespace, command: str, check: Callable[[Config], None]
+) -> tuple[Config, ConfigFile | None, list[str]]:
+    """Return the checked configuration, the file that it is from, and the arguments of the
+    processes. Only print the configuration if --cfg asks for it."""
     file, arguments = read_configuration(args)
     cfg = load_config(args.overrides, file)
     if args.cfg:
         print(to_yaml(cfg), end="")
+        return cfg, file, arguments
+    check(cfg)
+    remark = check_used(cfg, command, args.overrides, file)
+    if remark is not None and rank_of_process() == 0:
+        print_to_user(remark)
     return cfg, file, arguments
 
 
@@ -90,10 +100,9 @@ def train_(args: argparse.Namespace) -> int:
     from megatron_vlm.config.command_checks import check_train
 
     check_dry_run_arguments(args)
-    cfg, file, arguments = _compose(args)
+    cfg, file, arguments = _compose(args, "train", check_train)
     if args.cfg:
         return 0
-    check_train(cfg)
     saved = _check_start(args, cfg, file)
     if args.dry_run:
         from megatron_vlm.commands.dry_run.command import dry_run
@@ -131,11 +140,10 @@ def rl(args: argparse.Namespace) -> int:
     from megatron_vlm.engines.engine_kinds import check_engine
     from megatron_vlm.rl.rl_train import run_rl
 
-    cfg, file, arguments = _compose(args)
+    check_dry_run_arguments(args)
+    cfg, file, arguments = _compose(args, "rl", check_rl)
     if args.cfg:
         return 0
-    check_dry_run_arguments(args)
-    check_rl(cfg)
     check_engine(cfg, "rl")
     saved = _check_start(args, cfg, file)
     if args.dry_run:
@@ -185,7 +193,7 @@ def serve(args: argparse.Namespace) -> int:
         name, keys = args.add_client
         print(add_key(name, Path(keys)))
         return 0
-    cfg, _, arguments = _compose(args)
+    cfg, _, arguments = _compose(args, "serve", check_serve)
     if args.cfg:
         return 0
     for name in ("fastapi", "uvicorn", "google.protobuf", "zstandard"):
@@ -194,7 +202,6 @@ def serve(args: argparse.Namespace) -> int:
                 f"needs {name}", place="serve", remedy="run pip install 'megatron_vlm[serve]'"
             )
     check_dry_run_arguments(args)
-    check_serve(cfg)
     check_engine(cfg, "serve")
     check_run(cfg, args.gpus)
     saved = saved_config(Path(cfg.run))

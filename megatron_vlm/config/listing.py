@@ -5,20 +5,15 @@ from pathlib import Path
 
 from megatron_vlm.config.group_values import config_dir, group_names
 from megatron_vlm.config.schema import leaves
+from megatron_vlm.config.unused_keys import UNREAD_GROUPS
 from megatron_vlm.io.printable import wrap_words
 
-# Groups that a command does not read, or refuses.
-_OTHER_GROUPS = {
-    "train": ("rl", "serve", "engine"),
-    "rl": ("serve",),
-    "serve": ("lora", "eval", "checkpoint", "log", "rl"),
-}
 _WIDTH = 78
 
 
 def listing(command: str) -> str:
     """Return the recipes and keys that a command takes, a paragraph for each group."""
-    groups = [name for name in group_names() if name not in _OTHER_GROUPS[command]]
+    groups = [name for name in group_names() if name not in UNREAD_GROUPS[command]]
     lines = ["  recipes:"]
     for group in groups:
         if names := recipe_names(group):

@@ -221,8 +221,11 @@ def test_rl_tries_its_reward(asked, capsys):
     only = folder / "only.jsonl"  # records that only ask
     only.write_text('{"prompt": "1?", "solution": "1"}\n' * 4)
     given = [f"data.train={only}", f"data.eval={only}", f"run={folder}", "parallel=auto"]
+    (folder / "my.yaml").write_text("serve: {port: 1}")
+    given += ["--config", str(folder / "my.yaml")]
     assert run_command("rl", "--dry-run", *failing, *given) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    out, err = (" ".join(text.split()) for text in capsys.readouterr())
+    assert "my.yaml has keys without effect: serve.port in megatron-vlm rl" in err
     assert "only (4 samples)" in out and "(among the data)" in out
     engine = ["engine.name=vllm", f"engine.python={folder / 'python'}", f"{reward}:score"]
     with raises(ConfigError, key="engine.python", problem_has="cannot be started: No such file"):
