@@ -183,7 +183,14 @@ def points(tiny, tmp_path_factory, pool):
 
 def run_words(names: tuple[str, ...] = MORE, steps: int = 2) -> tuple[str, ...]:
     named = "data.add_tokens=" + json.dumps(names)
-    return ("optim.lr=1e-2", "checkpoint.every=1", named, f"train.steps={steps}", "parallel.tp=2", "parallel.pp=1")
+    return (
+        "optim.lr=1e-2",
+        "checkpoint.every=1",
+        named,
+        f"train.steps={steps}",
+        "parallel.tp=2",
+        "parallel.pp=1",
+    )
 
 
 def test_the_export_has_the_tokens_in_transformers(points, pool):
