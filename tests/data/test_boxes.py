@@ -20,7 +20,9 @@ from rich.console import Console
 from megatron_vlm.commands.inspect.inspection_report import inspection_report
 from megatron_vlm.commands.inspect.statistics import collect_statistics
 from megatron_vlm.config import load_config
+from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import open_data
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.keys import UnknownKeysError
@@ -590,6 +592,33 @@ def test_pixels_in_the_text_are_told(look, tmp_path):
     inspection = look(record('{\n"bbox_2d": [135, 114, 1016, 672]\n}', "a.png"))
     message = f"{tmp_path}/look.jsonl:1: a box in the text has 1016, above 1000"
     assert message in printed(inspection) and message in rendered(inspection)
+
+
+@pytest.mark.parametrize(
+    ("answer", "box"),
+    [
+        ('{"bbox_2d": [0.1, .25, 0.35, 1], "label": "ball"}', "[0.1, .25, 0.35, 1]"),
+        ("at (0.0,0.5,1.0,1.0)", "(0.0,0.5,1.0,1.0)"),
+        ("[0, 0, 1, 1]", None),  # thousandths
+        ("[0.1, 0.2, 0.3]", None),
+        ("[0.1, 0.2, 35.5, 60]", None),
+    ],
+)
+def test_parts_of_a_picture_in_the_text_are_counted(answer, box, tiny, tmp_path):
+    """A record without a picture has no boxes, and a wrong record is skipped."""
+    (tmp_path / "a.png").write_bytes(blank(64, 48))
+    records = [record(answer, "a.png"), record(answer), record("[1, 2, 3, 4]", "a.png"), {}]
+    path = tmp_path / "parts.jsonl"
+    path.write_text("".join(json.dumps(raw) + "\n" for raw in records))
+    cfg = DataConfig(cache_dir=None, num_workers=0, max_errors=1)
+    sources = parse_sources(str(path), "data.train")
+    data = open_data(sources, "data.train", cfg, tiny(), read_sizes(tiny()))
+    said = [line for line in Remarks.from_data(data, "data.train", cfg).lines if "boxes" in line]
+    if box is None:
+        assert said == []
+    else:
+        assert len(said) == 1 and "1 of the first 3 records have boxes of 0 to 1" in said[0]
+        assert f"such as {box}: " in said[0] and "bbox_type: norm1" in said[0]
 
 
 def test_boxes_of_images_that_were_cut_off_are_not_drawn_elsewhere(reader):

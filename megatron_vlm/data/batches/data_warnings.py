@@ -2,13 +2,17 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.data.tokens.boxes_as_text import box_of_parts
+from megatron_vlm.errors import DataError
 
 _MAX_KEYS = 100
+_MAX_SURVEYED = 200  # records that are read again
 _CUT = ("nothing left to learn after the cut", "above data.max_tokens or data.max_images")
 
 
@@ -41,6 +45,24 @@ def _lines(data: DataSet, key: str, cfg: DataConfig) -> Iterator[str]:
         yield f"{key}: {len(errors):,} {records} wrong and skipped, the first: {errors[0]}"
     yield from unused_key_warnings(key, data, cfg)
     yield from thinking_remarks(key, data)
+    yield from box_remarks(key, data)
+
+
+def box_remarks(key: str, data: DataSet) -> Iterator[str]:
+    """Yield a remark on boxes whose coordinates are not those that models read and write."""
+    boxes: list[str | None] = []
+    for source, reader in zip(data.sources, data.readers, strict=True):
+        for number in range(min(len(source), max(1, _MAX_SURVEYED // len(data.sources)))):
+            with suppress(DataError):  # of a record that data.max_errors allows
+                chats = reader.chats(source[number], source.where(number))
+                boxes.append(next(filter(None, (box_of_parts(chat) for chat, _ in chats)), None))
+    if found := [box for box in boxes if box]:
+        yield (
+            f"{key}: {len(found):,} of the first {len(boxes):,} records have boxes of 0 to 1 in "
+            f"their texts, such as {found[0]}: the model learns this text as it is, and the boxes "
+            "that it knows count thousandths, 0 to 1000; multiply them by 1000, or give them as "
+            "objects with bbox_type: norm1"
+        )
 
 
 def thinking_remarks(key: str, data: DataSet) -> Iterator[str]:

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_vlm.data.records.boxes import BOX_MARKS, REF
-from megatron_vlm.data.records.record import Box, Conversation, Record
+from megatron_vlm.data.records.record import Box, Conversation, Image, Record
 from megatron_vlm.errors import DataError
 
 Size = tuple[int, int]  # height and width of a picture in pixels
 _MAX_COORDINATE = 1e9  # largest coordinate that is drawn
 _FLAT_JSON = re.compile(r"\{[^{}]*_2d[^{}]*\}")
+_PART = r"\s*(?:0?\.\d+|0|1(?:\.0*)?)\s*"  # of a side of a picture
+_BOX_OF_PARTS = re.compile(rf"[\[(]{_PART}(?:,{_PART}){{3}}[\])]")
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,15 @@ def _outlines_in_texts(chat: Conversation) -> Iterator[Outline]:
     for part in itertools.chain.from_iterable(turn.parts for turn in chat.turns):
         if isinstance(part, str):
             yield from outlines_in_text(part)
+
+
+def box_of_parts(record: Record) -> str | None:
+    """Return the first box in a record's texts whose numbers are parts of the picture's sides."""
+    if not isinstance(record, Conversation) or not record.media(Image):
+        return None
+    texts = [part for turn in record.turns for part in turn.parts if isinstance(part, str)]
+    found = (match[0] for text in texts for match in _BOX_OF_PARTS.finditer(text))
+    return next((box for box in found if "." in box), None)
 
 
 def outlines_in_text(text: str) -> Iterator[Outline]:
