@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.checkpoint.retention import find_checkpoint, held_checkpoint
 from megatron_vlm.config import ConfigFile, load_config, read_saved
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
 from megatron_vlm.config.checks import require
+from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.evaluation_checks import held_out_names
 from megatron_vlm.config.load import given_keys
 from megatron_vlm.config.objectives import reference_of
@@ -27,7 +28,7 @@ from megatron_vlm.distributed.process import (
 )
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.hub import check_not_a_run, hub_name, pin
+from megatron_vlm.io.hub import beside_run, check_not_a_run, hub_name, pin
 from megatron_vlm.io.printable import escape_controls
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def locate(
     else:
         checkpoint = find_checkpoint(folder)
         cfg = read_saved(checkpoint, overrides, file)
+        cfg = _with_data_beside(cfg, checkpoint, given_keys(overrides, file))
         cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint continued from there
         if needs == "data.eval" and cfg.data.eval:  # the training set may be elsewhere
             cfg = replace(cfg, data=replace(cfg.data, train=()))
@@ -86,6 +88,24 @@ def locate(
         )
     path = pin(cfg.model.path, weights)
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
+
+
+def _with_data_beside(cfg: Config, run: Path, given: set[str]) -> Config:
+    """Return the configuration of a run with its data as it is found from here, except for the keys
+    that were given."""
+
+    def find(spec: SourceSpec) -> SourceSpec:
+        root = spec.image_root and beside_run(spec.image_root, run, "")
+        return replace(spec, path=beside_run(spec.path, run, ""), image_root=root)
+
+    data = cfg.data
+    found = {
+        "train": tuple(map(find, data.train)),
+        "eval": tuple(replace(each, source=find(each.source)) for each in data.eval),
+        "image_root": data.image_root and beside_run(data.image_root, run, ""),
+    }
+    changed: dict[str, Any] = {k: v for k, v in found.items() if f"data.{k}" not in given}
+    return replace(cfg, data=replace(data, **changed))
 
 
 def _with_model(path: str, overrides: Sequence[str], file: ConfigFile | None) -> Config:

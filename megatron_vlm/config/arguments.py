@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Literal, NoReturn
 
@@ -51,6 +52,7 @@ _OTHER_COMMANDS = {
     "did you mean --version?": "version",
     "did you mean --help?": "help",
 }
+_MAX_CUTS = 50  # words of a value that the shell has cut
 _HINTS = {name: hint for hint, names in _OTHER_COMMANDS.items() for name in names.split()}
 
 
@@ -93,11 +95,30 @@ def _check_words(overrides: Sequence[str], data: Literal["train", "eval"]) -> No
         f"--config {word}" if word.endswith((".yaml", ".yml")) else setting_of_word(word, data)
         for word in alone
     ]
+    if (whole := _cut_value(overrides)) is not None:
+        raise ConfigError(
+            ": the shell has cut this value at its spaces",
+            key=whole.partition("=")[0],
+            found=whole.partition("=")[2],
+            remedy=f"put it in quotes: {shlex.quote(whole)}",
+        )
     raise ConfigError(
         ": arguments are given as KEY=VALUE",
         key=" ".join(map(show_value, alone)),
         remedy=f"write {' '.join(filter(None, meant))}" if any(meant) else "",
     )
+
+
+def _cut_value(words: Sequence[str]) -> str | None:
+    """Return the setting whose list or mapping is in several words, or None."""
+    starts = (i for i, word in enumerate(words) if "=" in word and not _is_closed(word))
+    start = next(starts, len(words))
+    longer = range(start + 2, min(len(words), start + _MAX_CUTS) + 1)
+    return next(filter(_is_closed, (" ".join(words[start:end]) for end in longer)), None)
+
+
+def _is_closed(text: str) -> bool:
+    return all(text.count(first) <= text.count(last) for first, last in ("[]", "{}"))
 
 
 def read_configuration(args: argparse.Namespace) -> tuple[ConfigFile | None, list[str]]:
@@ -117,6 +138,7 @@ def _option_error(option: str, words: Sequence[str]) -> ConfigError:
             remedy=f"megatron-vlm {words[0]} --help lists its options",
         )
     completions = [each for each in known if len(name) > 3 and each.startswith(name)]
+    completions = ["--config"] if name == "-c" else completions
     if near := completions or difflib.get_close_matches(name, known, n=1, cutoff=0.85):
         return ConfigError("is not an option", key=option, remedy=f"did you mean {near[0]}?")
     after = words[list(words).index(option) + 1 :][:1]

@@ -67,13 +67,14 @@ def check_not_a_run(path: str) -> None:
         )
 
 
-def beside_run(path: str, run: Path) -> str:
-    """Return a relative path of a model as it is found from here: `run` names it relative to the
-    folder where its job was started, which is most often one above the run."""
+def beside_run(path: str, run: Path, inside: str = "config.json") -> str:
+    """Return a relative path as it is found from here: `run` names it relative to the folder where
+    its job was started, which is most often one above the run. `inside`: a file that a folder at
+    this path must have."""
     if Path(path).is_absolute() or Path(path).exists():
         return path
     above = (folder / path for folder in run.resolve().parents)
-    return next((str(each) for each in above if (each / "config.json").is_file()), path)
+    return next((str(each) for each in above if (each / inside).exists()), path)
 
 
 def pin(path: str, weights: bool = False) -> str:

@@ -112,6 +112,13 @@ class UntrustedFile:
         )
 
 
+def path_remedy(path: str) -> str:
+    """Return the remedy for a path at which there is nothing."""
+    if "\\" in path:
+        return f"separate folders by /, as in {path.replace(chr(92), '/')}"
+    return "" if os.path.isabs(path) else f"a relative path begins in this folder, {os.getcwd()}"
+
+
 @dataclass(frozen=True)
 class JsonField:
     """A value in a JSON file, with the names that lead to it."""

@@ -130,10 +130,16 @@ class _UserCodeRunner:
     def _place(self, error: BaseException) -> str:
         """Return the place where an error was raised, and print its traceback the first time."""
         place = place_of_function(error, self.home)
-        if place not in self.shown:
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == _FILE:
+            frames = frames.tb_next
+        if frames is not None and place not in self.shown:
             self.shown.add(place)
-            print(_traceback(error), file=sys.stderr, flush=True)
+            print(_traceback(error.with_traceback(frames)), file=sys.stderr, flush=True)
         return place
+
+
+_FILE = _UserCodeRunner.answer.__code__.co_filename  # this file, whose frames say nothing to users
 
 
 def _traceback(error: BaseException) -> str:

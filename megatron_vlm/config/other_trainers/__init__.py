@@ -76,7 +76,7 @@ SAME_KEYS = {
     "rl.dynamic_sampling": "dynamic_sample filter_groups.enable",
     "rl.max_weight": "tis_imp_ratio_cap",
     "launch.processes": "nproc_per_node num_processes num_gpus n_gpus n_gpus_per_node "
-    "gpus_per_node",
+    "gpus_per_node gpus",
     "launch.timeout_minutes": "distributed_timeout_minutes",
 }
 _NAMES = MODEL_NAMES | TRAINING_NAMES

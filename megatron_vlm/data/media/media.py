@@ -21,7 +21,7 @@ from megatron_vlm.data.media.fetch import fetch
 from megatron_vlm.data.records.record import Image
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.images import MAX_ASPECT, check_aspect
-from megatron_vlm.io.untrusted import real_path, what_is_at
+from megatron_vlm.io.untrusted import path_remedy, real_path, what_is_at
 
 # Pillow's other decoders are rarely needed and less often tested; that of EPS runs Ghostscript on
 # a file of any name. JPEG includes the MPO files of phones.
@@ -66,6 +66,7 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
     if kind != "a file":
         instead = "" if kind == "nothing" else f": it is {kind}"
         remedy = "" if instead else "set data.image_root to the folder at which its paths begin"
+        remedy = path_remedy(source) if "\\" in source else remedy
         raise DataError(
             f": no file {source} in data.image_root={root}{instead}",
             place=where,

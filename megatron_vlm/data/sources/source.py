@@ -31,11 +31,12 @@ from megatron_vlm.data.sources.text_files import (
     has_list,
     parse_json,
     parse_list,
+    refuse_utf_16,
     scan_lines,
     unpacked_path,
 )
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.untrusted import real_path, require_file, require_files_in
+from megatron_vlm.io.untrusted import path_remedy, real_path, require_file, require_files_in
 
 TEXTS = (".jsonl", ".ndjson", ".json", *DELIMITERS)  # kinds of files, packed or not
 _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # a data set on the Hub
@@ -87,7 +88,8 @@ def _open_unnamed(spec: SourceSpec, root: str | None, cache: Path | None) -> Sou
         is_name = _NAME.fullmatch(spec.path) and not Path(spec.path).suffix
         if is_name or spec.path.startswith(HUB):
             return _open_by_name(spec, root, cache)
-        raise ConfigError(": there is no such file or folder", place=spec.path)
+        problem, remedy = ": there is no such file or folder", path_remedy(spec.path)
+        raise ConfigError(problem, place=spec.path, remedy=remedy)
     folder = folder_of_source(paths[0])
     if Path(paths[0]).is_dir():
         return _open_folder(paths[0], spec, root or folder, cache)
@@ -109,6 +111,8 @@ def _open_files(paths: list[str], spec: SourceSpec, root: str, cache: Path | Non
         return TableSource(_read_tables(kind[1:], paths), spec.path, root)
     if (suffix := unpacked_kind(kind)) in TEXTS:
         files = [unpacked_path(path, cache) for path in paths]
+        for file, path in zip(files, paths, strict=True):
+            refuse_utf_16(file, path)
         if suffix == ".json" and all(map(has_list, files)):
             return ListSource(files, paths, spec.path, root)
         return TextSource(files, paths, root, DELIMITERS.get(suffix))

@@ -121,6 +121,15 @@ def _opened(path: str) -> tuple[int, Any, str | None]:
     return system.info(path)["size"], system.open(path, "rb", block_size=0), packing
 
 
+def refuse_utf_16(path: str, name: str) -> None:
+    """Refuse a file whose text is UTF-16, as some programs on Windows write it."""
+    with open(path, "rb") as file:
+        start = file.read(2)
+    if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or start.count(0) == 1:
+        remedy = "save it as UTF-8, such as by iconv -f UTF-16 -t UTF-8"
+        raise DataError("is UTF-16 text", place=name, remedy=remedy)
+
+
 def has_list(path: str) -> bool:
     """Return whether a file of JSON, which is not packed, holds a list in place of lines."""
     with open(path, "rb") as file:
@@ -147,6 +156,12 @@ _IS_BLANK = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 def parse_json(text: str | bytes, where: str, what: str = "a line of JSON") -> Any:
     """Parse a JSON text. Raise a DataError at `where` if it is not JSON, or exceeds a limit."""
     check_size(len(text), where)
+    if len(text) <= _SHORT and text.strip() in ("{", "[", b"{", b"["):
+        raise DataError(
+            "is only the beginning of its JSON, and the rest is in the next lines",
+            place=where,
+            remedy="write each record in one line, as jq -c does, or give a list in a .json file",
+        )
     return UntrustedFile(where, remedy="mend the record or drop it").parse(text, f"is not {what}")
 
 

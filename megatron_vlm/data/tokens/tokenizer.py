@@ -61,6 +61,9 @@ def has_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     return "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
 
 
+_GROUNDING = re.compile(r"<\|(?:box|quad|object_ref)_")  # Qwen2-VL's marks of boxes
+
+
 def end_ids(tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat) -> tuple[int, ...]:
     """Return the ids of the tokens that end an answer in a chat format."""
     return tuple(map(int, tokenizer.convert_tokens_to_ids(list(chat_format.ends))))
@@ -101,7 +104,10 @@ def cut_special_tokens(
         raise DataError(
             f": the text contains {hit[0]}, which would forge a turn or an image",
             place=chat.where,
-            remedy="set data.special_tokens=escape to take it as plain text",
+            remedy="set data.special_tokens=escape to take it as plain text"
+            if _GROUNDING.match(hit[0]) is None
+            else "give boxes as objects, or as text without this mark of older models, such as "
+            '{"bbox_2d": [221, 423, 569, 886], "label": "dog"} in thousandths (docs/data.md)',
         )
     whole = "".join(texts)
     cut = next((chr(code) for code in PRIVATE_USE if chr(code) not in whole), None)
