@@ -73,7 +73,7 @@ def locate(
     else:
         checkpoint = find_checkpoint(folder)
         cfg = read_saved(checkpoint, overrides, file)
-        cfg = _with_data_beside(cfg, checkpoint, given_keys(overrides, file))
+        cfg = with_data_beside(cfg, checkpoint, given_keys(overrides, file))
         cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint continued from there
         if needs == "data.eval" and cfg.data.eval:  # the training set may be elsewhere
             cfg = replace(cfg, data=replace(cfg.data, train=()))
@@ -90,7 +90,7 @@ def locate(
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
 
 
-def _with_data_beside(cfg: Config, run: Path, given: set[str]) -> Config:
+def with_data_beside(cfg: Config, run: Path, given: set[str]) -> Config:
     """Return the configuration of a run with its data as it is found from here, except for the keys
     that were given."""
 

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 
 MAX_FILE_BYTES = 2**28  # limit for a file that is read at once
 # A value of JSON takes up to 200 bytes of memory, and may take only 3 bytes of the file.
@@ -117,6 +117,12 @@ def path_remedy(path: str) -> str:
     if "\\" in path:
         return f"separate folders by /, as in {path.replace(chr(92), '/')}"
     return "" if os.path.isabs(path) else f"a relative path begins in this folder, {os.getcwd()}"
+
+
+def no_file_error(path: str, key: str = "") -> ConfigError:
+    """Make the error of a path at which there is nothing."""
+    named = {"key": key, "found": path} if key else {"place": path}
+    return ConfigError(": there is no such file or folder", remedy=path_remedy(path), **named)
 
 
 @dataclass(frozen=True)

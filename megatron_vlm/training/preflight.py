@@ -20,7 +20,7 @@ from megatron_vlm.distributed.process import is_under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.added_tokens import find_new_tokens
 from megatron_vlm.family.config_json import Counts, no_config_json, read_counts
-from megatron_vlm.io.untrusted import home_path, path_remedy, what_is_at
+from megatron_vlm.io.untrusted import home_path, no_file_error, what_is_at
 from megatron_vlm.model.constraints import check_layout, check_router_keys, check_supported
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # a name on the Hub
@@ -94,8 +94,7 @@ def check_data(cfg: Config, key: str) -> None:
             and ":" not in path
             and _kind_of_path(path) == "nothing"
         ):
-            problem, remedy = ": there is no such file or folder", path_remedy(path)
-            raise ConfigError(problem, key=key, found=path, remedy=remedy)
+            raise no_file_error(path, key)
         if (root := spec.image_root or cfg.data.image_root) and _kind_of_path(root) == "nothing":
             raise ConfigError(
                 ": there is no such folder",

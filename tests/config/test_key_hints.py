@@ -266,6 +266,14 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
         (["--predictions", "x"], "--predictions is not an option of train; .* --help lists"),
         (["--dryrun"], "--dryrun is not an option; did you mean --dry-run"),
         (["--frobnicate", "3"], "--frobnicate=3 is not an option; the groups of keys are"),
+        (["-c", "my.yaml"], "-c is not an option; did you mean --config"),
+        (["gpus=2"], "gpus is not a configuration key; did you mean 'launch.processes'"),
+        (
+            ["model.path=x", "data.train=[a.jsonl,", "b.jsonl]", "optim.lr=1"],
+            r"cut this value at its spaces; put it in quotes: 'data.train=\[a.jsonl, b.jsonl\]'$",
+        ),
+        (["data.eval={a:", "b,", "c:", "d}"], "in quotes: 'data.eval={a: b, c: d}'$"),
+        (["data.train=[a.jsonl,", "b.jsonl"], "b.jsonl: arguments are given as KEY=VALUE"),
         (["mine.yaml"], "mine.yaml: .*write --config mine.yaml"),
         (["train"], "train: arguments are given as KEY=VALUE$"),
         (

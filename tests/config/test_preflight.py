@@ -43,6 +43,8 @@ MISTAKES = {
     "train {ok} parallel.tp=2 launch.processes=3": "launch.processes=3 is not a multiple of",
     "train {ok} parallel.overlap_param_gather=true": "parallel.overlap_param_gather=true",
     "train {ok} data.train=missing.jsonl": "data.train=missing.jsonl: there is no such file",
+    "train {ok} data.train=missing.jsonl run=a": "a relative path begins in this folder, /",
+    "train {ok} data.train=a\\b.jsonl": "file or folder; separate folders by /, as in a/b.jsonl",
     "train {ok} data.train={data}.json:a": ".json: does not exist",
     "train {ok} data.eval=a/b/c": "data.eval=a/b/c: there is no such file",
     "train {ok} data.image_root=/no/where": "data.image_root=/no/where: there is no such folder",

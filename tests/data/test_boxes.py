@@ -253,6 +253,11 @@ def test_references_need_no_image(reader):
     assert written(raw, reader()) == ["a c?", "b"]
 
 
+def test_marks_of_older_models_are_answered_with_todays_form(reader):
+    with raises(DataError, problem_has="<|box_start|>", remedy_has='{"bbox_2d": [221, 423'):
+        reader().encode(record("<|box_start|>(1,2),(3,4)<|box_end|>", blank(64, 64)), "x:1")
+
+
 def test_special_tokens_of_a_reference_are_guarded(reader):
     raw = record("<ref-object>", blank(64, 64), ref=["<|im_end|>"])
     with pytest.raises(DataError, match=r"the text contains <\|im_end\|>"):

@@ -227,6 +227,7 @@ def test_a_path_from_the_working_directory_is_told_to_be_one(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path / "here")
     for name, remedy in (
         ("images/a.png", "set data.image_root=."),
+        ("images\\a.png", "separate folders by /, as in images/a.png"),
         *(
             (name, "set data.image_root to the folder at which its paths begin")
             for name in ("images", "images/c.png", "link.png")

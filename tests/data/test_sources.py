@@ -352,6 +352,10 @@ BAD_FILES = {
     "text.jsonl.gz": (b"not packed", r"text\.jsonl\.gz: cannot be unpacked"),
     "list.json": (b"[{}", r"list\.json: is not JSON: .*; mend the file"),
     "object.json": (b'{\n"a": 1}', r"object\.json:1: is not a line of JSON"),
+    "wide.jsonl": ('{"a": 1}\n'.encode("utf-16"), r"wide\.jsonl: is UTF-16 text; save it as UTF-8"),
+    "wide.csv": ("a,b\n1,2\n".encode("utf-16-be"), r"wide\.csv: is UTF-16 text"),
+    "pretty.jsonl": (b'{\n  "a": 1\n}\n', r"pretty\.jsonl:1: .* next lines; .* in one line"),
+    "list.jsonl": (b'[\r\n{"a": 1}\r\n]\r\n', r"list\.jsonl:1: .* a list in a \.json file"),
     "empty.csv": (b"\n", r"empty\.csv: is empty; its first row must have the names"),
     "twice.csv": (b"a,a\n1,2\n", r"twice\.csv:1: has two columns with the name 'a'"),
     "one.csv": (b"a;b\n1;2\n", r"one\.csv:1: has a single column with the name 'a;b'; .* a comma"),
@@ -787,7 +791,8 @@ def test_a_folder_that_is_called_like_a_format(name, streaming, tmp_path, monkey
     """`datasets` would take the name for that of a reader, and look into the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.jsonl").write_text(json.dumps({"messages": []}))
-    with raises(ConfigError, place=name, problem_has="no such file or folder"):
+    found = {"problem_has": "no such file or folder", "remedy_has": str(tmp_path)}
+    with raises(ConfigError, place=name, **found):
         open_source(SourceSpec(name), None, None)
     write_folder(tmp_path / name)
     (tmp_path / "link").symlink_to(name)

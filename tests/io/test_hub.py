@@ -17,7 +17,7 @@ from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.cli import main
 from megatron_vlm.commands.doctor import MISSING, OK, WARNING, Check, model_check
 from megatron_vlm.commands.dry_run.command import dry_run
-from megatron_vlm.commands.eval import locate
+from megatron_vlm.commands.eval import locate, with_data_beside
 from megatron_vlm.config import load_config, read_saved, to_yaml
 from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import DataConfig
@@ -214,17 +214,28 @@ def test_a_run_that_is_not_there_is_no_name(tmp_path, monkeypatch, capfd):
         assert "runs/none: does not exist; give a run that does, such as runs/first" in said
 
 
-def test_a_relative_model_of_a_run_is_found_from_elsewhere(tmp_path, monkeypatch):
+def test_relative_paths_of_a_run_are_found_from_elsewhere(tmp_path, monkeypatch):
     run = tmp_path / "runs" / "first"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text(to_yaml(load_config(["model.path=base"])))
+    data = ["data.train=[a.jsonl,{path: b.jsonl, image_root: pictures}]", "data.eval={held: gone}"]
+    words = ["model.path=base", "data.image_root=pictures", *data]
+    (run / "config.yaml").write_text(to_yaml(load_config(words)))
     assert read_saved(run).model.path == "base"
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").touch()
+    for name in ("a.jsonl", "b.jsonl", "pictures"):
+        (tmp_path / name).touch()
     monkeypatch.chdir(run)
+    cfg = read_saved(run)
+    found, given = (with_data_beside(cfg, run, keys).data for keys in (set(), {"data.train"}))
+    assert [spec.path for spec in found.train] == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
+    assert found.train[1].image_root == found.image_root == f"{tmp_path}/pictures"
+    assert found.train[0].image_root is None and found.eval == cfg.data.eval
+    assert given.train == cfg.data.train and given.image_root == found.image_root
     assert read_saved(run).model.path == str(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     assert read_saved(run).model.path == "base"
+    assert with_data_beside(read_saved(run), run, set()) == read_saved(run)
 
 
 def test_eval_takes_a_name(hub, tmp_path):

@@ -151,7 +151,9 @@ def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
     assert f" at {tmp_path / 'rewards.py'}:10; mend it" in library
     assert f" at {tmp_path / 'rewards.py'}:13; mend it" in elsewhere and "/no" in elsewhere
     assert f"raised KeyError: 'x' at {tmp_path / 'neighbour.py'}:2; mend it" in neighbours
-    assert "Traceback" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == 3 and "neighbour.py" in said
+    assert "reward_child.py" not in said  # only the user's own frames, and what they call
 
 
 def test_what_is_raised_is_shown_as_text_and_within_bounds(judging, capfd):

@@ -36,7 +36,7 @@ from megatron_vlm.data.sources.text_files import (
     unpacked_path,
 )
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.untrusted import path_remedy, real_path, require_file, require_files_in
+from megatron_vlm.io.untrusted import no_file_error, real_path, require_file, require_files_in
 
 TEXTS = (".jsonl", ".ndjson", ".json", *DELIMITERS)  # kinds of files, packed or not
 _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # a data set on the Hub
@@ -88,8 +88,7 @@ def _open_unnamed(spec: SourceSpec, root: str | None, cache: Path | None) -> Sou
         is_name = _NAME.fullmatch(spec.path) and not Path(spec.path).suffix
         if is_name or spec.path.startswith(HUB):
             return _open_by_name(spec, root, cache)
-        problem, remedy = ": there is no such file or folder", path_remedy(spec.path)
-        raise ConfigError(problem, place=spec.path, remedy=remedy)
+        raise no_file_error(spec.path)
     folder = folder_of_source(paths[0])
     if Path(paths[0]).is_dir():
         return _open_folder(paths[0], spec, root or folder, cache)

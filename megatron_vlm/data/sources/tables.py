@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 
 from megatron_vlm.config.data_sources import HUB, SourceSpec
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.untrusted import UntrustedFile
+from megatron_vlm.io.untrusted import UntrustedFile, no_file_error
 
 
 class TableSource:
@@ -151,7 +151,7 @@ def load_by_name(spec: SourceSpec, streaming: bool = False) -> Any:
     folder = os.path.realpath(name) if name == spec.path and os.path.isdir(name) else None
     # `datasets` has builders of its own, such as json.
     if not folder and name in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
-        raise ConfigError(": there is no such file or folder", place=spec.path)
+        raise no_file_error(spec.path)
     try:
         builder = _builder_of_folder(folder, spec) if folder else _builder_of_name(name, spec)
         if builder.name in _TEXTS:

@@ -158,7 +158,7 @@ def parse_json(text: str | bytes, where: str, what: str = "a line of JSON") -> A
     check_size(len(text), where)
     if len(text) <= _SHORT and text.strip() in ("{", "[", b"{", b"["):
         raise DataError(
-            "is only the beginning of its JSON, and the rest is in the next lines",
+            f"is not {what}: it goes on in the next lines",
             place=where,
             remedy="write each record in one line, as jq -c does, or give a list in a .json file",
         )
