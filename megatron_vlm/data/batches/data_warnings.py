@@ -53,7 +53,7 @@ def box_remarks(key: str, data: DataSet) -> Iterator[str]:
     boxes: list[str | None] = []
     for source, reader in zip(data.sources, data.readers, strict=True):
         for number in range(min(len(source), max(1, _MAX_SURVEYED // len(data.sources)))):
-            with suppress(DataError):  # of a record that data.max_errors allows
+            with suppress(DataError):  # data.max_errors allows wrong records
                 chats = reader.chats(source[number], source.where(number))
                 boxes.append(next(filter(None, (box_of_parts(chat) for chat, _ in chats)), None))
     if found := [box for box in boxes if box]:

@@ -156,7 +156,7 @@ _IS_BLANK = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 def parse_json(text: str | bytes, where: str, what: str = "a line of JSON") -> Any:
     """Parse a JSON text. Raise a DataError at `where` if it is not JSON, or exceeds a limit."""
     check_size(len(text), where)
-    if len(text) <= _SHORT and text.strip() in ("{", "[", b"{", b"["):
+    if what == "a line of JSON" and text[: _SHORT + 1].strip() in ("{", "[", b"{", b"["):
         raise DataError(
             f"is not {what}: it goes on in the next lines",
             place=where,

@@ -16,7 +16,7 @@ from megatron_vlm.errors import DataError
 Size = tuple[int, int]  # height and width of a picture in pixels
 _MAX_COORDINATE = 1e9  # largest coordinate that is drawn
 _FLAT_JSON = re.compile(r"\{[^{}]*_2d[^{}]*\}")
-_PART = r"\s*(?:0?\.\d+|0|1(?:\.0*)?)\s*"  # of a side of a picture
+_PART = r"\s*(?:0?\.\d+|0|1(?:\.0*)?)\s*"  # part of the side of a picture
 _BOX_OF_PARTS = re.compile(rf"[\[(]{_PART}(?:,{_PART}){{3}}[\])]")
 
 
