@@ -19,7 +19,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 
-from megatron_vlm.commands.demo.pictures import COLOURS, Scene, Shape, draw
+from megatron_vlm.commands.demo.coloured_shapes import COLOURS, Scene, Shape, draw
 
 WANTED = 0.9  # exact match on held-out questions
 COMMON = "--hidden 96 --heads 8 --from-scratch"

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from demo import run
 
-from megatron_vlm.commands.demo.coloured_shapes import ShapesSpec, write_shapes
-from megatron_vlm.commands.demo.pictures import COLOURS
+from megatron_vlm.commands.demo.coloured_shapes import COLOURS, ShapesSpec, write_shapes
 
 WANTED = 0.9  # recall@1 on held-out pictures
 TRAIN, EVAL = 3200, 400  # pictures

@@ -11,7 +11,7 @@ from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.planner.fit import fitting_sets
+from megatron_vlm.planner.advice import fitting_sets
 from megatron_vlm.planner.hardware import gpu
 from megatron_vlm.planner.memory_switches import with_keys
 from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix

@@ -23,7 +23,7 @@ from megatron_vlm.config.base_types import WEIGHTS_PER_BLOCK
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.family.tiny import TinySpec
 from megatron_vlm.hf.block_weight import BlockCodes
-from megatron_vlm.training.moments import Int8Moment
+from megatron_vlm.training.adamw import Int8Moment
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.reference import exact_delta_nets, grads_of, load_reference, row_logits

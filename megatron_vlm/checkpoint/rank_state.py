@@ -18,10 +18,9 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.hf.matrices import blocks_of, flat_rectangles
 from megatron_vlm.hf.weight_map import Entry, Origin
-from megatron_vlm.training.adamw import RangedAdamW
-from megatron_vlm.training.moments import Int8Moment
+from megatron_vlm.training.adamw import Int8Moment, RangedAdamW
 from megatron_vlm.training.muon import Muon
-from megatron_vlm.training.optimizer_parts import MainWeight, inner_optimizers, main_weights
+from megatron_vlm.training.optimizer_step import MainWeight, inner_optimizers, main_weights
 from megatron_vlm.training.worker import MegatronWorker
 
 

@@ -1,5 +1,5 @@
 """Objectives of `megatron-vlm train`: the records that each one reads, and the losses that it
-offers. The losses themselves are in training/preference_losses.py."""
+offers. The losses themselves are in training/row_losses.py."""
 
 from dataclasses import dataclass
 from typing import get_args

@@ -18,10 +18,10 @@ from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.training.backward import Backward, LossCall, run_backward
+from megatron_vlm.training.generation_batch import Texts
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.multi_model import run_together
 from megatron_vlm.training.optimizer_step import AdamStep
-from megatron_vlm.training.stop_strings import Texts
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 

@@ -32,12 +32,11 @@ from megatron_vlm.serve.journal.journal_records import (
     SamplingSession,
 )
 from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
-from megatron_vlm.serve.model_calls import ModelCalls
+from megatron_vlm.serve.model_calls import ModelCalls, TrainingCalls
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk, at_temperature, complete
 from megatron_vlm.serve.sample_turns import Arriving, SampleTurns
 from megatron_vlm.serve.served_models import ModelCommands
-from megatron_vlm.serve.training_calls import TrainingCalls
 
 
 class CallRunner:

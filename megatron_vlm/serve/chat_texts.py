@@ -20,7 +20,7 @@ from megatron_vlm.data.tokens.tokenizer import has_byte_level, stop_ids
 from megatron_vlm.family import read_family
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.hub import folder_of
-from megatron_vlm.serve.http.chat_prompt import ChatPrompt
+from megatron_vlm.serve.http.chat_samples import ChatPrompt
 from megatron_vlm.serve.protocol.payloads import RequestError
 from megatron_vlm.serve.protocol.prompt_chunks import HEADS
 

@@ -24,8 +24,8 @@ from megatron_vlm.serve.http.api_keys import ApiKeys
 from megatron_vlm.serve.http.app import make_app
 from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.http.http_server import FrontServer
-from megatron_vlm.serve.http.request_limits import RequestLimits
-from megatron_vlm.serve.journal.accept import Bounds
+from megatron_vlm.serve.http.request_bodies import RequestLimits
+from megatron_vlm.serve.journal.calls import Bounds
 from megatron_vlm.serve.journal.cleanup import JournalExpiry
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher

@@ -26,12 +26,13 @@ from megatron_vlm.training.generation_batch import (
     DecodePass,
     GenerationBatch,
     Prompt,
+    Texts,
     filler,
+    pick,
+    whole_logits,
 )
 from megatron_vlm.training.pipeline import ItemKind, Stage, pass_through
 from megatron_vlm.training.stage_inputs import StageInput
-from megatron_vlm.training.stop_strings import Texts
-from megatron_vlm.training.token_sampling import pick, whole_logits
 
 Hear = Callable[[int, int], None]
 

@@ -8,9 +8,9 @@ from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row, continue_row
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.training.continuous_batching import Decoder, Hear
+from megatron_vlm.training.generation_batch import Texts
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.row_scores import score_rows
-from megatron_vlm.training.stop_strings import Texts
 
 ROWS = 16  # default number of rows in a pass
 

@@ -1,23 +1,127 @@
-"""Rows that are generated together: the passes through the pipeline, and the order of prompts.
+"""Rows that are generated together: the next token of each, the strings at which an answer ends,
+the passes through the pipeline, and the order of prompts.
 
 The prompts go through once (the prefill), and each later pass takes one token of every row of a
 batch. A row that has ended makes place for the next prompt at once. A pass is an ordinary
 MicroBatch, with rows of one token.
-"""
 
+Shapes: B rows, V the vocabulary, v this rank's part of it with its padding, N ids, T the ranks of
+TP, 2 an id and its log-prob."""
+
+import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.data.batches.collate import collate, filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.completions import Completion, Ended, SamplingSettings
+from megatron_vlm.data.tokens.growing_text import GrowingText, TextOf
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow
+from megatron_vlm.distributed.grid import GroupAxis
 from megatron_vlm.model.kv_cache import KVCache
-from megatron_vlm.training.stop_strings import StopSearch
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Decoders of ids into text."""
+
+    plain: TextOf  # without special tokens
+    shown: TextOf | None = None  # with special tokens
+    special: tuple[str, ...] = ()  # texts of the special tokens
+
+    def of(self, string: str) -> TextOf:
+        """Return the decoder for the search of a string. If a string contains a special token, it
+        can only be found in text that shows special tokens."""
+        if self.shown is None or not any(token in string for token in self.special):
+            return self.plain
+        return self.shown
+
+    def searches(self, strings: Sequence[str]) -> list["StopSearch"]:
+        """Return searches that find these strings in an answer."""
+        strings_of: dict[TextOf, list[str]] = {}
+        for string in strings:
+            strings_of.setdefault(self.of(string), []).append(string)
+        return [StopSearch(text_of, group) for text_of, group in strings_of.items()]
+
+
+@dataclass
+class StopSearch:
+    """A search for strings in an answer that grows by one token at a time. It finds a string at the
+    first token at which the text of the whole answer contains one."""
+
+    text_of: TextOf
+    strings: Sequence[str]
+    growing: GrowingText = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.longest = max(map(len, self.strings))
+        self.growing = GrowingText(self.text_of)
+
+    def found(self, ids: Sequence[int]) -> bool:
+        """Return whether the answer contains a string, now that it has one more token."""
+        begin = max(0, len(self.growing.settled) - self.longest)
+        text = self.growing.advance(ids)
+        return any(text.find(string, begin) >= 0 for string in self.strings)
+
+
+def whole_logits(logits_Bv: Tensor, vocab: int, tp: GroupAxis) -> Tensor:
+    """Gather the logits [B, V] of all TP ranks in fp32, without the padding of the vocabulary."""
+    rows, width = logits_Bv.shape
+    gathered = logits_Bv.new_empty(tp.size * rows, width)
+    dist.all_gather_into_tensor(gathered, logits_Bv.contiguous(), group=tp.group)
+    return gathered.view(tp.size, rows, width).transpose(0, 1).flatten(1)[:, :vocab].float()
+
+
+def pick(
+    logits_BV: Tensor, settings: SamplingSettings, never_N: Tensor, turns: Sequence[tuple[int, int]]
+) -> Tensor:
+    """Pick an id for each row, none of `never_N`. Return it with its log-prob before any cut-off,
+    [B, 2] in float64, which holds both exactly. The log-prob is at temperature 1, or with
+    settings.tempered at that of the settings. `turns` are the seed of each row and the number of
+    its token."""
+    scores_BV = logits_BV.index_fill(1, never_N, -torch.inf)
+    ids_B = scores_BV.argmax(dim=-1)  # the lowest id among equal logits
+    if settings.temperature > 0:
+        scores_BV = likeliest(scores_BV / settings.temperature, settings.top_k, settings.top_p)
+        ids_B = (scores_BV + gumbel(turns, logits_BV)).argmax(dim=-1)
+    if settings.tempered and settings.temperature > 0:
+        logits_BV = logits_BV / settings.temperature
+    log_probs_B = logits_BV.log_softmax(dim=-1).gather(1, ids_B[:, None])[:, 0]
+    return torch.stack([ids_B.double(), log_probs_B.double()], dim=-1)
+
+
+def likeliest(scores_BV: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Set the scores that do not take part to -inf, as vLLM and transformers do. The `top_k`
+    highest scores remain, with all that are equal to the last of them. Among these, the fewest
+    remain whose probabilities add up to `top_p`; among equal scores, those with the higher ids
+    remain. At least one score remains."""
+    if 0 < top_k < scores_BV.shape[1]:
+        lowest_B1 = scores_BV.topk(top_k, dim=-1).values[:, -1:]
+        scores_BV = scores_BV.masked_fill(scores_BV < lowest_B1, -torch.inf)
+    if top_p < 1:
+        rising_BV, order_BV = scores_BV.sort(dim=-1, stable=True)
+        out_BV = rising_BV.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+        out_BV[:, -1] = False
+        scores_BV = scores_BV.masked_fill(out_BV.scatter(1, order_BV, out_BV), -torch.inf)
+    return scores_BV
+
+
+def gumbel(turns: Sequence[tuple[int, int]], like_BV: Tensor) -> Tensor:
+    """Return noise [B, V]: the id of the largest score with noise is a sample. Each row is drawn
+    separately, so that its noise depends on nothing but the row's turn."""
+    noise_BV = torch.empty(like_BV.shape, dtype=torch.float64, device=like_BV.device)
+    generator = torch.Generator(like_BV.device)
+    for row, (seed, token) in enumerate(turns):
+        # Similar seeds give similar first numbers, so the seeds are spread by a hash.
+        spread = hashlib.blake2b(f"{seed} {token}".encode(), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(spread, "little") >> 1)
+        noise_BV[row].exponential_(generator=generator)
+    return noise_BV.log_().neg_().float()
 
 
 @dataclass

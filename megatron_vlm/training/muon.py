@@ -37,9 +37,9 @@ from megatron_vlm.hf.matrices import (
     matrix_blocks,
 )
 from megatron_vlm.hf.weight_map import Entry
+from megatron_vlm.training.adamw import Moment, moments_of
 from megatron_vlm.training.matrix_exchange import MatrixExchange, cut_buckets
-from megatron_vlm.training.moments import Moment, moments_of
-from megatron_vlm.training.optimizer_parts import (
+from megatron_vlm.training.optimizer_step import (
     MainWeight,
     SplitOptimizer,
     groups_with,

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, OptimizerSpec
 from megatron_vlm.distributed.host_copies import Copied, HostStream, pinned_memory
 from megatron_vlm.training.adamw import RangedAdamW
-from megatron_vlm.training.optimizer_parts import (
+from megatron_vlm.training.optimizer_step import (
     MainWeight,
     SplitOptimizer,
     groups_with,

@@ -28,8 +28,7 @@ from megatron_vlm.training.adamw import RangedAdamW
 from megatron_vlm.training.comm_overlap import GradReduce
 from megatron_vlm.training.muon import use_muon
 from megatron_vlm.training.offload import MainsWithoutMemory, offload_optimizer
-from megatron_vlm.training.optimizer_parts import main_weights
-from megatron_vlm.training.optimizer_step import AdamStep, set_adam
+from megatron_vlm.training.optimizer_step import AdamStep, main_weights, set_adam
 
 
 def shards_optimizer(cfg: Config, grid: RankGroups) -> bool:

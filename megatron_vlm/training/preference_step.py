@@ -22,8 +22,8 @@ from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import REJECTED, ROW_REFERENCE, MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.training.losses import LossFunction
-from megatron_vlm.training.preference_losses import GLOBAL_LOSSES, LABEL_LOSSES, PAIR_LOSSES, Pairs
 from megatron_vlm.training.reference import ReferenceModel, row_log_probs
+from megatron_vlm.training.row_losses import GLOBAL_LOSSES, LABEL_LOSSES, PAIR_LOSSES, Pairs
 from megatron_vlm.training.row_scores import score_targets
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics

@@ -23,13 +23,7 @@ from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.model.head import embedding_head
 from megatron_vlm.training.losses import LossFunction
-from megatron_vlm.training.retrieval_losses import (
-    FIGURES,
-    RetrievalRows,
-    info_nce,
-    listwise,
-    pointwise,
-)
+from megatron_vlm.training.row_losses import FIGURES, RetrievalRows, info_nce, listwise, pointwise
 from megatron_vlm.training.row_scores import values_by_place
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics

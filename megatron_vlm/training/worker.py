@@ -43,6 +43,7 @@ from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMe
 from megatron_vlm.training.comm_overlap import WeightGather
 from megatron_vlm.training.expert_routing import check_routing
 from megatron_vlm.training.generate import ROWS, sample
+from megatron_vlm.training.generation_batch import Texts
 from megatron_vlm.training.losses import LossFunction, Objective, check_divisor, loss_of
 from megatron_vlm.training.optimizer import (
     build_optimizer,
@@ -53,7 +54,6 @@ from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.rank_model import RankModel, load_model
 from megatron_vlm.training.router_losses import RouterTerms
 from megatron_vlm.training.stage_inputs import StageInput
-from megatron_vlm.training.stop_strings import Texts
 
 Batch = Sequence[Row] | TensorBatch | Sequence[MicroBatch]
 

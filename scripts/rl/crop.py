@@ -19,7 +19,7 @@ from typing import Any
 import PIL.Image
 
 from megatron_vlm import EnvStep
-from megatron_vlm.commands.demo.pictures import SHAPES, Scene, Shape, draw
+from megatron_vlm.commands.demo.coloured_shapes import SHAPES, Scene, Shape, draw
 
 SIDE = 64  # pixels along a side of a half of the picture; a crop shows a half
 SIZE = 28

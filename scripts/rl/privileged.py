@@ -17,7 +17,7 @@ from typing import Any
 
 from crop import SIDE, SIDES, SIZE, crop, shown
 
-from megatron_vlm.commands.demo.pictures import SHAPES, Scene, Shape, draw
+from megatron_vlm.commands.demo.coloured_shapes import SHAPES, Scene, Shape, draw
 
 ASKED = "What colour is the shape?"
 NAMES = ("black", "red", "yellow")  # grey shades of these are far apart

@@ -134,15 +134,15 @@ def test_in_bf16_they_agree_less(family, data, tiny, pool, record_property):
 BROKEN = {
     # fault: file, original text, replacement, expected report
     "a resize": (
-        *("vllm_prompt.py", '_kwargs"] = processor', '_kwargs"] = {"do_resize": True}'),
+        *("vllm_requests.py", '_kwargs"] = processor', '_kwargs"] = {"do_resize": True}'),
         "10 of 12.*other grids",
     ),
     "the times of frames": (
-        *("vllm_prompt.py", 'video["facts"]', 'video["facts"] | {"fps": 9.0}'),
+        *("vllm_requests.py", 'video["facts"]', 'video["facts"] | {"fps": 9.0}'),
         "4 of 12.*other ids",
     ),
     "the order of pixels": (
-        "vllm_prompt.py",
+        "vllm_requests.py",
         ".reshape(frames, high, wide, 3)",
         ".reshape(frames, high, wide, 3)[::-1].copy()",
         "They differ: 4 of 12 prompts have other patches",

@@ -18,8 +18,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_vlm.cli import main
 from megatron_vlm.commands.chat.command import Settings, find_model
-from megatron_vlm.commands.chat.conversation import ChatSession
-from megatron_vlm.commands.chat.terminal import HELP, read_line, run_conversation
+from megatron_vlm.commands.chat.conversation import HELP, ChatSession, read_line, run_conversation
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import Part
 from megatron_vlm.io.printable import escape_controls

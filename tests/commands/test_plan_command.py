@@ -19,9 +19,8 @@ from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, peak_of
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.planner.advice import rank_layouts
+from megatron_vlm.planner.advice import fitting_sets, rank_layouts, switch_costs
 from megatron_vlm.planner.auto_layout import with_candidate
-from megatron_vlm.planner.fit import fitting_sets, switch_costs
 from megatron_vlm.planner.flops import OpCount
 from megatron_vlm.planner.hardware import CARD_MEMORY, Machine, gpu
 from megatron_vlm.planner.layout import ModelLayout

@@ -16,13 +16,12 @@ import pytest
 
 from megatron_vlm.cli import main
 from megatron_vlm.commands.watch.command import open_server
-from megatron_vlm.commands.watch.run_finder import watched_folders
-from megatron_vlm.commands.watch.run_status import StatusReader
+from megatron_vlm.commands.watch.run_status import StatusReader, watched_folders
 from megatron_vlm.commands.watch.watched_runs import OpenRun
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.report.metrics_lines import STEP_FIELDS, STOPPED, from_json, line_or_row
 from megatron_vlm.report.run import read_report
-from megatron_vlm.report.run.growing_lines import GrowingLines
+from megatron_vlm.report.run.rl_samples import GrowingLines
 from megatron_vlm.run.run_folder import hold_job_lock
 from tests.report.test_rl_report import episode, prompt, rl
 from tests.report.test_run_report import HOSTILE, evaluation, event, start, step, write_run

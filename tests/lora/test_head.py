@@ -17,7 +17,7 @@ from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.lora.layers import Adapters
 from megatron_vlm.model import log_probs
 from megatron_vlm.training.generate import generate
-from megatron_vlm.training.token_sampling import whole_logits
+from megatron_vlm.training.generation_batch import whole_logits
 from megatron_vlm.training.worker import MegatronWorker
 from tests.lora.test_lora import (
     BATCHES,

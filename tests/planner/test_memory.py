@@ -24,7 +24,7 @@ from megatron_vlm.planner.memory_switches import switches_by_bytes, with_keys
 from megatron_vlm.planner.parameters import ParamCounts, RankParam, _shards, count
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.offload import OffloadedAdamW
-from megatron_vlm.training.optimizer_parts import main_weights
+from megatron_vlm.training.optimizer_step import main_weights
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import RowSpec, make_rows

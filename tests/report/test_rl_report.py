@@ -8,7 +8,7 @@ import pytest
 
 from megatron_vlm.report.charts import chart_scripts
 from megatron_vlm.report.metrics_lines import RlLine, to_json
-from megatron_vlm.report.run import read_report, rl_sample_lines, write_report
+from megatron_vlm.report.run import read_report, rl_samples, write_report
 from megatron_vlm.report.run.metrics_arrays import read_metrics
 from megatron_vlm.report.sections import (
     Card,
@@ -285,18 +285,18 @@ def test_a_file_without_a_line_says_nothing(report):
 
 
 def test_what_is_too_long_is_left_out(report, monkeypatch):
-    monkeypatch.setattr(rl_sample_lines, "_LONGEST", 500)
+    monkeypatch.setattr(rl_samples, "_LONGEST", 500)
     samples = [prompt(0), prompt(1, episode(1.0, "a" * 2000)), prompt(2)]
     page = report(rl(2), samples=samples)
     assert [number for number, _, _ in steps_of(page)] == ["2", "0"]
     assert "1 line of samples.jsonl cannot" in note_of(page) and "longer" not in note_of(page)
-    monkeypatch.setattr(rl_sample_lines, "_MAX_LINES", 2)
+    monkeypatch.setattr(rl_samples, "_MAX_LINES", 2)
     page = report(rl(2), samples=samples)
     assert [number for number, _, _ in steps_of(page)] == ["0"]
     note = "It is longer than a page reads: what comes later is left out."
     assert note_of(page).endswith(note)
     monkeypatch.undo()
-    monkeypatch.setattr(rl_sample_lines, "_MAX_BYTES", len(json.dumps(prompt(0))))
+    monkeypatch.setattr(rl_samples, "_MAX_BYTES", len(json.dumps(prompt(0))))
     page = report(rl(2), samples=samples)
     assert [number for number, _, _ in steps_of(page)] == ["0"] and note in note_of(page)
 

@@ -27,8 +27,8 @@ from megatron_vlm.config.schema import Config, ModelConfig
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.serve.chat_texts import TokenizerTexts
 from megatron_vlm.serve.http.api_keys import add_key
-from megatron_vlm.serve.http.chat_prompt import ChatPrompt, ChatPrompts
-from megatron_vlm.serve.http.responses import HttpError
+from megatron_vlm.serve.http.chat_samples import ChatPrompt, ChatPrompts
+from megatron_vlm.serve.http.request_bodies import HttpError
 from tests.serve.test_chat_routes import answer, shown, under_way
 from tests.support.pool import free_port
 from tests.support.ports import descendants

@@ -35,15 +35,14 @@ from megatron_vlm.config import load_config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.serve.http import json_web_tokens
+from megatron_vlm.serve.http import api_keys
 from megatron_vlm.serve.http.api_keys import ApiKeys, add_key
 from megatron_vlm.serve.http.app import make_app
 from megatron_vlm.serve.http.context import ResultWaiters
 from megatron_vlm.serve.http.http_server import FrontServer
-from megatron_vlm.serve.http.request_limits import RequestLimits
-from megatron_vlm.serve.http.responses import add_handlers
+from megatron_vlm.serve.http.request_bodies import RequestLimits, add_handlers
 from megatron_vlm.serve.http.schemas import AdamParams
-from megatron_vlm.serve.journal.accept import Bounds
+from megatron_vlm.serve.journal.calls import Bounds
 from megatron_vlm.serve.journal.cleanup import JournalExpiry
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Outcome
@@ -777,7 +776,7 @@ def test_a_key_may_be_exchanged_for_a_token(keyed, monkeypatch):
         service_refuses(service, forged)
     with monkeypatch.context() as later:
         now = time.time
-        later.setattr(json_web_tokens.time, "time", lambda: now() + 3601)
+        later.setattr(api_keys.time, "time", lambda: now() + 3601)
         service_refuses(service, token)
     service.get("sessions", headers={"X-API-Key": token})
     renewed = {"X-API-Key": add_key("alice", path)}  # the old key and its tokens end at once

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.serve.journal.accept import Bounds
+from megatron_vlm.serve.journal.calls import Bounds
 from megatron_vlm.serve.journal.cleanup import JournalExpiry
 from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal import MAX_ATTEMPTS, Journal

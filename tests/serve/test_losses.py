@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.controller import local_group
-from megatron_vlm.serve.loss_names import FORMS, options_of
 from megatron_vlm.serve.protocol.payloads import RequestError
-from megatron_vlm.serve.requests_as_rows import RowReader, metrics_of, read_batch
+from megatron_vlm.serve.requests_as_rows import FORMS, RowReader, metrics_of, options_of, read_batch
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS

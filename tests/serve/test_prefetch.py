@@ -23,11 +23,11 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import SAMPLE, Call, Failure
+from megatron_vlm.serve.model_calls import check_fits
 from megatron_vlm.serve.protocol.payloads import RequestError
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader, read_batch
 from megatron_vlm.serve.sample_calls import SampleAsk, SampleBounds, StopWords
-from megatron_vlm.serve.training_calls import check_fits
 from tests.support.error_fields import raises
 from tests.support.fake_calls import CallJournal, opened
 from tests.support.serve_requests import Picture, around, picture, request

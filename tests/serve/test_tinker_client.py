@@ -17,8 +17,8 @@ from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.serve.http.api_keys import ApiKeys, add_key
 from megatron_vlm.serve.http.app import make_app
 from megatron_vlm.serve.http.http_server import FrontServer
-from megatron_vlm.serve.http.request_limits import RequestLimits
-from megatron_vlm.serve.journal.accept import Bounds
+from megatron_vlm.serve.http.request_bodies import RequestLimits
+from megatron_vlm.serve.journal.calls import Bounds
 from tests.data.test_qwen3_5_templates import TEMPLATES, join_newlines
 from tests.support.batches import token_ids
 from tests.support.chats import FAMILY_CHATS

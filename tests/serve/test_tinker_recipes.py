@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.commands.demo.pictures import COLOURS
+from megatron_vlm.commands.demo.coloured_shapes import COLOURS
 from megatron_vlm.commands.demo.tiny_model import write_tiny
 from megatron_vlm.family.tiny import TinySpec
 from tests.support.pool import free_port

@@ -50,7 +50,7 @@ def random_sizes() -> list[tuple[int, int, int]]:
 
 
 if __name__ == "__main__":
-    from given_sizes import count_given_sizes
+    from vllm_fixes import count_given_sizes
 
     info, sizes = Info(), random_sizes()
     own, resized, tokens = [], [], []

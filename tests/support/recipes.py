@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import ImageOps
 
-from megatron_vlm.commands.demo.pictures import COLOURS, Scene, Shape, draw
+from megatron_vlm.commands.demo.coloured_shapes import COLOURS, Scene, Shape, draw
 
 ROOT = Path(__file__).parents[2]
 CLIENT = ROOT / "tests/support/tinker_client"

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.config.optimizer_spec import STATE_NAMES, OptimizerSpec
-from megatron_vlm.training.adamw import RangedAdamW
-from megatron_vlm.training.moments import dynamic_map, make_moment, noise_of, round_to_bf16
+from megatron_vlm.training.adamw import (
+    RangedAdamW,
+    dynamic_map,
+    make_moment,
+    noise_of,
+    round_to_bf16,
+)
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows

@@ -18,8 +18,7 @@ from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.hf.matrices import Matrix
 from megatron_vlm.training.matrix_exchange import choose_owners
 from megatron_vlm.training.muon import Muon, adjust_lr, orthogonalize
-from megatron_vlm.training.optimizer_parts import inner_optimizers
-from megatron_vlm.training.optimizer_step import AdamStep
+from megatron_vlm.training.optimizer_step import AdamStep, inner_optimizers
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_gemma4 import CONSTANTS
 from tests.model.test_parity import layout, part_of

@@ -19,9 +19,14 @@ from megatron_vlm.data.tokens.row import continue_row
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.kv_cache import CACHE_BLOCK, KVCache
 from megatron_vlm.training.continuous_batching import Decoder
-from megatron_vlm.training.generation_batch import DecodePass
-from megatron_vlm.training.stop_strings import TextOf, Texts
-from megatron_vlm.training.token_sampling import likeliest, pick, whole_logits
+from megatron_vlm.training.generation_batch import (
+    DecodePass,
+    TextOf,
+    Texts,
+    likeliest,
+    pick,
+    whole_logits,
+)
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows

@@ -62,7 +62,7 @@ def chat(args: argparse.Namespace) -> int:
         raise ConfigError(
             "runs in one process", key="megatron-vlm chat", remedy="start it without a launcher"
         )
-    from megatron_vlm.commands.chat.terminal import run_chat
+    from megatron_vlm.commands.chat.conversation import run_chat
 
     return run_chat(folder, adapter, args.image, args.video, args.prompt, settings)
 

@@ -12,8 +12,7 @@ from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, WITHOUT_BF16, card_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.planner.advice import rank_layouts
-from megatron_vlm.planner.fit import fitting_sets, switch_costs
+from megatron_vlm.planner.advice import fitting_sets, rank_layouts, switch_costs
 from megatron_vlm.planner.hardware import CARD_MEMORY, gpu
 from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.planner.search import Cluster

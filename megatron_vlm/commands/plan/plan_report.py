@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.io.printable import time_spent
-from megatron_vlm.planner.fit import FittingSet, SwitchCost
+from megatron_vlm.planner.advice import FittingSet, SwitchCost
 from megatron_vlm.planner.hardware import CARD_MEMORY, MOVED_PER_BANDWIDTH, Machine
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.pipeline_time import Stages

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vlm.commands.watch.run_finder import watched_folders
+from megatron_vlm.commands.watch.run_status import watched_folders
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.printable import escape_controls
 

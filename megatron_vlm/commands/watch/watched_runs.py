@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vlm.commands.watch.run_finder import find_runs
-from megatron_vlm.commands.watch.run_status import BROKEN, RunStatus, StatusReader
+from megatron_vlm.commands.watch.run_status import BROKEN, RunStatus, StatusReader, find_runs
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile, reason
 from megatron_vlm.report.html import page_body
 from megatron_vlm.report.markup import Html
 from megatron_vlm.report.metrics_lines import SAMPLES
-from megatron_vlm.report.run.growing_lines import GrowingLines
 from megatron_vlm.report.run.metrics_arrays import MAX_LINE, LoggedRun, MetricsReading
 from megatron_vlm.report.run.page import run_report
-from megatron_vlm.report.run.rl_sample_lines import SampleIndex
+from megatron_vlm.report.run.rl_samples import GrowingLines, SampleIndex
 from megatron_vlm.report.sections import Note, Report
 
 _MAX_OPEN = 8  # runs whose lines stay in memory

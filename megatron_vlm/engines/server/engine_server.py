@@ -20,9 +20,16 @@ from adapter_folders import NamedAdapters, rank_for, write_nothing
 from channel import ParentChannel, end_with_workers
 from expert_capture import ExpertCapture, capture_arguments
 from frames import Message
-from pending_request import PendingRequest
-from request_params import answer_of, is_mistake, sampling_params, scoring_params, table_of
-from vllm_prompt import inspect_request, to_vllm_prompt
+from vllm_requests import (
+    PendingRequest,
+    answer_of,
+    inspect_request,
+    is_mistake,
+    sampling_params,
+    scoring_params,
+    table_of,
+    to_vllm_prompt,
+)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -151,10 +158,11 @@ class Server:
         streamed: bool = False,
         **prompt: Any,
     ) -> None:
-        """Sample an answer for each seed. `prompt` (see vllm_prompt.py) must expand to `expected`.
-        The ids of `never` are not sampled. `adapter` is the folder of an adapter that this request
-        uses instead of the one of `adapt`. The experts of the tokens from `routing_start` on are
-        returned as well. A streamed request receives its tokens while they are drawn."""
+        """Sample an answer for each seed. `prompt` (see vllm_requests.py) must expand to
+        `expected`. The ids of `never` are not sampled. `adapter` is the folder of an adapter that
+        this request uses instead of the one of `adapt`. The experts of the tokens from
+        `routing_start` on are returned as well. A streamed request receives its tokens while they
+        are drawn."""
         request = self.pending[number] = PendingRequest(
             expected, [None] * len(seeds), routing_start=routing_start
         )

@@ -11,10 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from cpu_fixes import fix_vllm_on_cpu
 from cuda_memory import CudaMemory
 from frames import Message
-from key_adapters import adapt_values_as_keys
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,6 +25,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.platforms import current_platform
+from vllm_fixes import adapt_values_as_keys, fix_vllm_on_cpu
 from weight_pieces import TensorAssembly
 
 

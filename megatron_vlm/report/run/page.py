@@ -19,8 +19,7 @@ from megatron_vlm.report.run.curves import (
 )
 from megatron_vlm.report.run.examples import example_section
 from megatron_vlm.report.run.metrics_arrays import CUT_OFF, LoggedRun, RunMetrics, best_of
-from megatron_vlm.report.run.rl_sample_lines import SampleIndex
-from megatron_vlm.report.run.rl_samples import sample_cards
+from megatron_vlm.report.run.rl_samples import SampleIndex, sample_cards
 from megatron_vlm.report.sections import Code, Fold, Heading, Note, Report, Section, Table, Tiles
 
 _MAX_EVENTS = 200

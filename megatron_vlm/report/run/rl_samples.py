@@ -1,24 +1,212 @@
-"""The samples of a run that learns from them: prompts with pictures, answers with rewards."""
+"""The samples of an rl run, from samples.jsonl: prompts with pictures, answers with rewards.
+
+The file is read within bounds, and each line once, since it grows meanwhile. The last line counts
+when its end is written. A file that was truncated, or is another one by now, is read again from its
+beginning. As in metrics_arrays.py, a step that a resumed run repeated replaces the first one, and
+all samples after it are dropped."""
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import number, show_count
+from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 from megatron_vlm.report import sections
+from megatron_vlm.report.example_lines import strings_of
 from megatron_vlm.report.metrics_lines import SAMPLES
 from megatron_vlm.report.run.examples import PictureRoom, said_or_nothing, shorten_text
 from megatron_vlm.report.run.metrics_arrays import CUT_OFF, RunMetrics
-from megatron_vlm.report.run.rl_sample_lines import (
-    SampleIndex,
-    SampleLines,
-    ShownEpisode,
-    ShownPrompt,
-)
+
+_KEPT = 64  # bytes before the place of reading, by which the file is recognised
+
+
+class GrowingLines:
+    """The place up to which the lines of a file were read. Links are followed, and the last line
+    counts without an end, only if the file `is_complete`."""
+
+    def __init__(self, path: Path, max_line: int, is_complete: bool = False):
+        self.path, self.max_line, self.is_complete = path, max_line, is_complete
+        self.place = 0
+        self._before = b""
+
+    def has_begun_anew(self) -> bool:
+        """Return whether the file is another one by now. The next lines are then its first ones."""
+        with self._open() as file:
+            file.seek(self.place - len(self._before))
+            is_same = file.read(len(self._before)) == self._before
+        if not is_same:
+            self.place, self._before = 0, b""
+        return not is_same
+
+    def new_lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the place and the content of each line that is complete by now. Of a longer line
+        than `max_line` the beginning is given."""
+        with self._open() as file:
+            file.seek(self.place)
+            while line := file.readline(self.max_line):
+                begin, last = self.place, line
+                while last and not last.endswith(b"\n") and len(last) == self.max_line:
+                    last = file.readline(self.max_line)
+                if not (last.endswith(b"\n") or self.is_complete):
+                    return
+                self.place = file.tell()
+                self._before = last[-_KEPT:]
+                yield begin, line
+
+    def _open(self) -> BinaryIO:
+        if self.is_complete:
+            file = UntrustedFile(str(self.path))
+            file.regular_path()
+            with file.wrap_errors("cannot be read"):
+                return self.path.open("rb")
+        try:
+            handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError as error:
+            is_link = self.path.is_symlink()
+            problem = "is a link, which is not followed" if is_link else "cannot be read: "
+            problem += "" if is_link else error.strerror or type(error).__name__
+            raise DataError(problem, place=self.path.name) from error
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise DataError("is not a file", place=self.path.name)
+        return open(handle, "rb")
+
+
+_LONGEST = 2**26  # bytes of a line
+_MAX_LINES = 10_000
+_MAX_BYTES = 2**31
+_MAX_STEPS = 6  # steps that a page shows
+_MAX_PROMPTS = 8  # prompts of a step
+
+
+@dataclass(frozen=True)
+class ShownEpisode:
+    """An episode: its answers, an observation after each but the last, and its reward."""
+
+    answers: tuple[str, ...]
+    heard: tuple[tuple[str, tuple[str, ...]], ...]  # text and pictures after each but the last
+    reward: float
+    figures: dict[str, float]
+    tokens: int
+    cut: bool
+    teacher_kl: float | None = None  # mean over its tokens, if there was a teacher
+
+
+@dataclass(frozen=True)
+class ShownPrompt:
+    """A prompt and its episodes. Pictures are data URIs."""
+
+    step: int
+    where: str
+    question: str
+    images: tuple[str, ...]
+    episodes: tuple[ShownEpisode, ...]
+    right: str | None = None  # the right answer, if the record has one
+
+    @staticmethod
+    def from_line(line: JsonField) -> "ShownPrompt":
+        """Parse a line; raise DataError if it is malformed."""
+        return ShownPrompt(
+            step=line["step"].whole(),
+            where=line["where"].string(),
+            question=line["question"].string(),
+            images=strings_of(line["images"]),
+            episodes=tuple(_episode(each) for each in line["episodes"].items()),
+            right=None if line["right"].value is None else line["right"].string(),
+        )
+
+
+@dataclass(frozen=True)
+class SampleLines:
+    """The prompts of a few steps, in the order of steps."""
+
+    steps: dict[int, list[ShownPrompt]]
+    num_steps: int  # in the file
+    unreadable: int  # number of malformed lines
+    whole: bool  # False if the file was longer than is read
+
+
+class SampleIndex:
+    """Index of the lines of each step, as the file may be larger than the memory, and may grow."""
+
+    def __init__(self, path: Path, is_complete: bool = False):
+        self.path, self.file = path, UntrustedFile(str(path))
+        self._growing = GrowingLines(path, _LONGEST, is_complete)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.places: dict[int, list[int]] = {}
+        self.sources: set[str] = set()  # sources of the prompts of the last step
+        self.num_lines = 0
+        self.unreadable = 0
+        self.whole = True
+
+    def read_on(self) -> None:
+        """Take the lines that are complete by now and new. One that is cut off is not JSON."""
+        if self._growing.has_begun_anew():
+            self._begin()
+        for place, line in self._growing.new_lines():
+            self.whole = self.num_lines < _MAX_LINES and place < _MAX_BYTES
+            if not self.whole:
+                break
+            self._take_line(place, line)
+
+    def choose(self, last_step: int) -> SampleLines:
+        """Return samples of steps up to `last_step`: the first, the last and a few between them."""
+        logged = [step for step in self.places if step <= last_step]
+        chosen = np.linspace(0, len(logged) - 1, min(len(logged), _MAX_STEPS)).round().astype(int)
+        steps: dict[int, list[ShownPrompt]] = {}
+        with self.file.wrap_errors("cannot be read"), self.path.open("rb") as opened:
+            for step in (logged[place] for place in chosen):
+                steps[step] = []
+                for begin in self.places[step][:_MAX_PROMPTS]:
+                    opened.seek(begin)
+                    steps[step].append(self._parse(opened.readline(_LONGEST)))
+        return SampleLines(steps, len(logged), self.unreadable, self.whole)
+
+    def _parse(self, line: bytes) -> ShownPrompt:
+        return ShownPrompt.from_line(JsonField(self.file.parse(line), "", self.file))
+
+    def _take_line(self, place: int, line: bytes) -> None:
+        if not line.strip():
+            return
+        self.num_lines += 1
+        try:
+            prompt = self._parse(line)
+        except DataError:
+            self.unreadable += 1
+            return
+        last = next(reversed(self.places), -1)
+        # A step may have been logged in part before it was repeated. Then a prompt comes twice.
+        again = prompt.step < last or (prompt.step == last and prompt.where in self.sources)
+        if again:
+            self.places = {k: places for k, places in self.places.items() if k < prompt.step}
+        if again or prompt.step > last:
+            self.sources = set()
+        self.sources.add(prompt.where)
+        self.places.setdefault(prompt.step, []).append(place)
+
+
+def _episode(line: JsonField) -> ShownEpisode:
+    figures, heard = line["figures"].object(), line["heard"].items()
+    if not isinstance(line["cut"].value, bool):
+        raise line["cut"].error("true or false")
+    return ShownEpisode(
+        answers=strings_of(line["answers"]),
+        heard=tuple((each["text"].string(), strings_of(each["images"])) for each in heard),
+        reward=float(line["reward"].number()),
+        figures={name: float(value.number()) for name, value in figures.items()},
+        tokens=line["tokens"].whole(),
+        cut=line["cut"].value,
+        teacher_kl=None if (kl := line.get("teacher_kl")) is None else float(kl.number()),
+    )
+
 
 _MAX_EPISODES = 8  # episodes of a prompt
 _MAX_ANSWERS = 6  # answers of an episode

@@ -15,13 +15,13 @@ from torch import Tensor
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.records.record import Conversation, Image, Record, Video
 from megatron_vlm.run.evaluation.held_out_sets import Alive, EvalSet
-from megatron_vlm.training.retrieval_losses import listwise, pointwise
 from megatron_vlm.training.retrieval_step import (
     FIGURES,
     EmbeddingObjective,
     RerankObjective,
     ScoredRow,
 )
+from megatron_vlm.training.row_losses import listwise, pointwise
 
 _QUERIES_AT_ONCE = 256  # queries whose similarities to all documents are in memory together
 

@@ -10,12 +10,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from megatron_vlm.serve.http.chat_forms import AnthropicForm, read_form
-from megatron_vlm.serve.http.chat_replies import ChatRequest, GrowingReplies, Reply, replies
+from megatron_vlm.serve.http.chat_forms import (
+    AnthropicForm,
+    ChatRequest,
+    GrowingReplies,
+    Reply,
+    read_form,
+    replies,
+)
 from megatron_vlm.serve.http.chat_routing import Chats, Json, event, route_with, safe_text, streamed
 from megatron_vlm.serve.http.chat_samples import ChatSamples
 from megatron_vlm.serve.http.context import Context, Key
-from megatron_vlm.serve.http.responses import HttpError
+from megatron_vlm.serve.http.request_bodies import HttpError
 from megatron_vlm.serve.protocol.chat_messages import from_anthropic
 
 _TYPES = {

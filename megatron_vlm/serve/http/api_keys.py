@@ -1,27 +1,85 @@
 """API keys of a service. The key file has one line per key, `NAME SHA256`; the keys themselves are
-not stored."""
+not stored. A JSON Web Token, signed with HMAC-SHA256, takes the place of a key for an hour."""
 
 import base64
 import binascii
 import hashlib
 import hmac
+import json
 import logging
 import os
 import re
 import secrets
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.serve.http.json_web_tokens import (
-    claimed_name,
-    is_valid,
-    issue_token,
-    looks_like_token,
-)
-from megatron_vlm.serve.http.responses import HttpError
+from megatron_vlm.serve.http.request_bodies import HttpError
+
+OWNER = "tml:organization_user:"  # beginning of owners' names, as clients expect it
+_ORGANIZATION = "megatron-vlm"
+_SECONDS = 3600
+_HEADER = {"alg": "HS256", "typ": "JWT"}
+
+
+def looks_like_token(key: str) -> bool:
+    """Return whether this has the three parts of a token. API keys have no dots."""
+    return key.count(".") == 2
+
+
+def issue_token(name: str, secret: bytes) -> str:
+    """Return a token for the owner of a key."""
+    now = int(time.time())
+    claims = {
+        "sub": OWNER + name,
+        "org_id": _ORGANIZATION,
+        "email": "",
+        "iat": now,
+        "exp": now + _SECONDS,
+    }
+    content = f"{_encode(_HEADER)}.{_encode(claims)}"
+    return f"{content}.{_signature(content, secret)}"
+
+
+def claimed_name(token: str) -> str | None:
+    """Return the name that a token claims, which `is_valid` checks."""
+    subject = _claims(token).get("sub")
+    return subject.removeprefix(OWNER) if isinstance(subject, str) else None
+
+
+def is_valid(token: str, secret: bytes) -> bool:
+    """Return whether a token was signed with this secret and has not expired."""
+    content, _, signature = token.rpartition(".")
+    if not hmac.compare_digest(signature.encode(), _signature(content, secret).encode()):
+        return False
+    return bool(_claims(token)["exp"] > time.time())
+
+
+def _claims(token: str) -> dict[str, Any]:
+    """Return the content of a token, or nothing if it cannot be read."""
+    part = token.split(".")[1]
+    try:
+        value = json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
+    except (ValueError, RecursionError, binascii.Error):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _signature(content: str, secret: bytes) -> str:
+    return _base64(hmac.digest(secret, content.encode(), hashlib.sha256))
+
+
+def _encode(value: dict[str, Any]) -> str:
+    return _base64(json.dumps(value).encode())
+
+
+def _base64(value: bytes) -> str:
+    return base64.urlsafe_b64encode(value).rstrip(b"=").decode()
+
 
 _log = logging.getLogger(__name__)
 LOCAL = "local"  # the name of every client if the service has no keys

@@ -15,20 +15,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from megatron_vlm.io.loopback import is_loopback_host
 from megatron_vlm.serve.http import (
     anthropic_routes,
-    completion_routes,
     openai_routes,
     run_routes,
     sampling_routes,
     search_routes,
-    session_routes,
     training_routes,
     upload_routes,
 )
 from megatron_vlm.serve.http.api_keys import ApiKeys
-from megatron_vlm.serve.http.bodies import Bodies
-from megatron_vlm.serve.http.chat_prompt import ChatTexts
 from megatron_vlm.serve.http.chat_routing import unknown_paths
-from megatron_vlm.serve.http.chat_samples import SESSION, ChatSamples
+from megatron_vlm.serve.http.chat_samples import SESSION, ChatSamples, ChatTexts
 from megatron_vlm.serve.http.context import (
     AppContext,
     Context,
@@ -37,17 +33,16 @@ from megatron_vlm.serve.http.context import (
     ResultWaiters,
     ServerFacts,
 )
-from megatron_vlm.serve.http.openai_bodies import error_body
+from megatron_vlm.serve.http.openai_routes import error_body
 from megatron_vlm.serve.http.page import service_page
 from megatron_vlm.serve.http.prometheus import Metrics
-from megatron_vlm.serve.http.request_limits import RequestLimits
-from megatron_vlm.serve.http.responses import add_handlers, refusal
+from megatron_vlm.serve.http.request_bodies import Bodies, RequestLimits, add_handlers, refusal
 from megatron_vlm.serve.journal.journal import Journal
 
 SWEEP_SECONDS = 15.0
 _log = logging.getLogger(__name__)
 _pages = APIRouter()
-_pages.add_api_route("/healthz", session_routes.healthz)  # in addition to /api/v1/healthz
+_pages.add_api_route("/healthz", run_routes.healthz)  # in addition to /api/v1/healthz
 
 
 def make_app(
@@ -74,7 +69,7 @@ def make_app(
     )
     app.state.tickets = run_routes.Tickets()
     add_handlers(app)
-    for routes in (search_routes, session_routes, training_routes, sampling_routes, run_routes):
+    for routes in (search_routes, run_routes, training_routes, sampling_routes):
         app.include_router(routes.router)
     app.include_router(run_routes.downloads)
     app.include_router(_pages)
@@ -87,7 +82,6 @@ def make_app(
         journal.end_sessions(SESSION, "the service has started again")
         for prefix in ("/v1", "/oai/api/v1"):
             app.include_router(openai_routes.router, prefix=prefix)
-            app.include_router(completion_routes.router, prefix=prefix)
         for prefix in ("/v1", "/anthropic/api/v1"):
             app.include_router(anthropic_routes.router, prefix=prefix)
         for prefix in ("/v1", "/oai/api/v1"):

@@ -15,7 +15,7 @@ from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.serve.http.chat_samples import ChatSamples
 from megatron_vlm.serve.http.context import complaints
-from megatron_vlm.serve.http.responses import HttpError, unsupported_path
+from megatron_vlm.serve.http.request_bodies import HttpError, unsupported_path
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _log = logging.getLogger(__name__)

@@ -15,12 +15,10 @@ from fastapi import Depends, Request
 from pydantic import ValidationError
 
 from megatron_vlm.serve.http.api_keys import ApiKeys, key_of
-from megatron_vlm.serve.http.bodies import Bodies
 from megatron_vlm.serve.http.prometheus import Metrics
-from megatron_vlm.serve.http.request_limits import RequestLimits
-from megatron_vlm.serve.http.responses import HttpError
+from megatron_vlm.serve.http.request_bodies import Bodies, HttpError, RequestLimits
 from megatron_vlm.serve.http.schemas import JsonForm
-from megatron_vlm.serve.journal.accept import failure_of_state
+from megatron_vlm.serve.journal.calls import failure_of_state
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     Call,

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.serve.http.context import AppContext
-from megatron_vlm.serve.http.request_limits import RequestLimits
+from megatron_vlm.serve.http.request_bodies import RequestLimits
 
 _STOP_SECONDS = 5
 _OTHER_FILES = 256  # left for checkpoints and other files of the process

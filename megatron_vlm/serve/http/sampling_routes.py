@@ -4,7 +4,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.http.bodies import parse_body
 from megatron_vlm.serve.http.context import (
     Answer,
     AppContext,
@@ -16,8 +15,13 @@ from megatron_vlm.serve.http.context import (
     require_model,
     require_sampler,
 )
-from megatron_vlm.serve.http.request_limits import RequestLimits, check_chunks
-from megatron_vlm.serve.http.responses import HttpError, refusal
+from megatron_vlm.serve.http.request_bodies import (
+    HttpError,
+    RequestLimits,
+    check_chunks,
+    parse_body,
+    refusal,
+)
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
     Call,

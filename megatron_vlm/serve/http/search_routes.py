@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeVar
 from fastapi import APIRouter, Request
 from pydantic import AliasChoices, AwareDatetime, Field, field_validator, model_validator
 
+from megatron_vlm.serve.http.api_keys import OWNER
 from megatron_vlm.serve.http.context import (
     Answer,
     Context,
@@ -20,11 +21,9 @@ from megatron_vlm.serve.http.context import (
     require_model,
     texts,
 )
-from megatron_vlm.serve.http.json_web_tokens import OWNER
-from megatron_vlm.serve.http.responses import HttpError
-from megatron_vlm.serve.http.run_routes import checkpoint_answers
+from megatron_vlm.serve.http.request_bodies import HttpError
+from megatron_vlm.serve.http.run_routes import ACTIVE_SECONDS, checkpoint_answers
 from megatron_vlm.serve.http.schemas import FromZero, Id, JsonForm, Seconds, Text
-from megatron_vlm.serve.http.session_routes import ACTIVE_SECONDS
 from megatron_vlm.serve.journal.journal_records import (
     CheckpointKind,
     Model,

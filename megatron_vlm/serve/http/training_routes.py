@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.http.bodies import HEAD_BYTES, UnreadableError, parse_body
 from megatron_vlm.serve.http.context import (
     Answer,
     AppContext,
@@ -19,8 +18,14 @@ from megatron_vlm.serve.http.context import (
     parsed_object,
     require_model,
 )
-from megatron_vlm.serve.http.request_limits import RequestLimits, check_datums
-from megatron_vlm.serve.http.responses import HttpError
+from megatron_vlm.serve.http.request_bodies import (
+    HEAD_BYTES,
+    HttpError,
+    RequestLimits,
+    UnreadableError,
+    check_datums,
+    parse_body,
+)
 from megatron_vlm.serve.journal.journal_records import (
     Call,
     Failure,

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.http.context import Answer, AppContext, Context, Key, moment
-from megatron_vlm.serve.http.responses import HttpError
+from megatron_vlm.serve.http.request_bodies import HttpError
 from megatron_vlm.serve.http.schemas import PARTS, Id, JsonForm, LoraForm, Text, sdk_release
 from megatron_vlm.serve.http.training_routes import check_base_model
 from megatron_vlm.serve.journal.journal import Journal

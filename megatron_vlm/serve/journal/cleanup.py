@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vlm.serve.journal.accept import fail
-from megatron_vlm.serve.journal.changes import apply, release, select_completed
+from megatron_vlm.serve.journal.calls import apply, fail, release, select_completed
 from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,

@@ -1,15 +1,79 @@
-"""SQLite file of the journal, with one writer and several readers."""
+"""SQLite file of the journal, with one writer and several readers. Triggers write the events of
+checkpoints for the audit log, so that no change can be forgotten. `Reads` has the requests that are
+being read, which may end the process."""
 
 import contextlib
+import json
 import os
 import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.atomic import try_lock
-from megatron_vlm.serve.journal.events import EVENTS
+from megatron_vlm.serve.journal.journal_records import NamedCheckpoint
+
+
+class Reads:
+    """The folder RUN/reading, with a file for each call that is being read."""
+
+    def __init__(self, run: Path):
+        self.folder = run / "reading"
+
+    def interrupted_calls(self) -> list[str]:
+        """Return the calls that were being read when the previous process died."""
+        return sorted(path.name for path in self.folder.glob("*"))
+
+    @contextmanager
+    def record_attempt(self, request_id: str) -> Iterator[None]:
+        """Record that this call is being read. A full disk does not prevent the reading."""
+        path = self.folder / request_id
+        with suppress(OSError):
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            path.touch()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+NOW = "(julianday('now') - 2440587.5) * 86400.0"
+
+EVENTS = f"""
+CREATE TABLE IF NOT EXISTS events (
+  time REAL NOT NULL, key TEXT NOT NULL, event TEXT NOT NULL, details TEXT NOT NULL
+) STRICT;
+CREATE INDEX IF NOT EXISTS events_of_key ON events (key, time);
+CREATE INDEX IF NOT EXISTS events_old ON events (time);
+CREATE TRIGGER IF NOT EXISTS checkpoint_create AFTER INSERT ON checkpoints BEGIN
+  INSERT INTO events VALUES ({NOW}, NEW.key, 'checkpoint_create', json_object(
+    'model_id', NEW.model, 'tinker_path', NEW.path, 'size_bytes', NEW.size));
+END;
+CREATE TRIGGER IF NOT EXISTS checkpoint_delete AFTER DELETE ON checkpoints BEGIN
+  INSERT INTO events VALUES ({NOW}, OLD.key, 'checkpoint_delete', json_object(
+    'model_id', OLD.model, 'tinker_path', OLD.path,
+    'reason', CASE WHEN OLD.expires <= {NOW} THEN 'expired' ELSE 'deleted' END));
+END;
+CREATE TRIGGER IF NOT EXISTS checkpoint_update AFTER UPDATE OF expires ON checkpoints BEGIN
+  INSERT INTO events VALUES ({NOW}, NEW.key, 'checkpoint_update', json_object(
+    'model_id', NEW.model, 'tinker_path', NEW.path, 'expires', NEW.expires));
+END;
+CREATE TRIGGER IF NOT EXISTS checkpoint_read AFTER INSERT ON samplers WHEN NEW.path NOT NULL BEGIN
+  INSERT INTO events VALUES ({NOW}, NEW.key, 'checkpoint_read', json_object(
+    'model_id', NEW.model, 'tinker_path', NEW.path, 'purpose', 'sample'));
+END;
+"""
+
+
+def record_read(db: sqlite3.Connection, checkpoint: NamedCheckpoint, purpose: str) -> None:
+    """Record that the owner of a checkpoint reads it."""
+    details = {"model_id": checkpoint.model, "tinker_path": checkpoint.path, "purpose": purpose}
+    event = checkpoint.key, "checkpoint_read", json.dumps(details)
+    db.execute(f"INSERT INTO events VALUES ({NOW}, ?, ?, ?)", event)
+
 
 FILE = "journal.sqlite"
 _READERS = 4

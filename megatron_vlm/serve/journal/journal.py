@@ -22,8 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.serve.journal.accept import Bounds, accept
-from megatron_vlm.serve.journal.changes import (
+from megatron_vlm.serve.journal.calls import (
+    Bounds,
+    accept,
     finish_call,
     put_sampler,
     record_checkpoint,
@@ -32,7 +33,7 @@ from megatron_vlm.serve.journal.changes import (
     store_run,
 )
 from megatron_vlm.serve.journal.cleanup import JournalExpiry, sweep
-from megatron_vlm.serve.journal.events import record_read
+from megatron_vlm.serve.journal.database import Reads, record_read
 from megatron_vlm.serve.journal.journal_reader import JournalReader
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
@@ -48,7 +49,6 @@ from megatron_vlm.serve.journal.journal_records import (
     SamplingSession,
     Saved,
 )
-from megatron_vlm.serve.journal.reads import Reads
 
 MAX_ATTEMPTS = 3
 _POISON = Failure(

