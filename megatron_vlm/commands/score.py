@@ -272,7 +272,7 @@ def _report_file(done: int, missing: int) -> None:
 
 def _finish(folder: "ScoreFolder") -> None:
     """Print the results, and mark the folder as complete."""
-    from megatron_vlm.run.scoring.score_tables import print_tables, summarize
+    from megatron_vlm.run.scoring.score_folder import print_tables, summarize
 
     lines, worst = summarize(folder)
     folder.finish(lines)

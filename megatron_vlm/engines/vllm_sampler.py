@@ -1,12 +1,17 @@
 """vLLM as a sampler, with engines in processes of their own; see vllm_process.py. Any of them may
-die."""
+die. With experts, the samples come back with the experts of their tokens.
+
+Shapes: S tokens of a prompt and its answer, R tokens whose experts the engine returns, L layers
+with experts, K experts of a token."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +20,6 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.processed_prompt import ProcessedPrompt, read_processed_prompt
 from megatron_vlm.engines.prompts import Prompts
-from megatron_vlm.engines.sampled_routing import first_unrouted, routings_of
 from megatron_vlm.engines.sampler import Adapter, Capacity, Checkpoint, Hear, SamplerError, Weights
 from megatron_vlm.engines.supervisor import EngineReplica, UpdateLock
 from megatron_vlm.engines.vllm_process import EngineDiedError, EngineProcess, engine_args
@@ -28,6 +32,28 @@ from megatron_vlm.engines.weight_stream import (
     stream,
 )
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+
+
+def first_unrouted(prompt: Row) -> int:
+    """Return the number of leading tokens whose experts are known from earlier answers."""
+    if prompt.routing_SLK is None:
+        return 0
+    is_known_S = prompt.routing_SLK[:, 0, 0] >= 0
+    return int(is_known_S.int().cumprod(0).sum())
+
+
+def routings_of(answer: Mapping[str, Any], start: int) -> Iterator[Tensor | None]:
+    """Yield the experts [S, L, K] of each sample, or None if the engine returns none. They are -1
+    for the tokens before `start`, and for the last one, which was drawn and never read."""
+    values = torch.from_numpy(np.frombuffer(answer.get("body", b""), np.int16).copy())
+    for sample in answer["samples"]:
+        if (shape := sample.get("routing")) is None:
+            yield None
+            continue
+        routing_RLK, values = values[: prod(shape)].view(shape), values[prod(shape) :]
+        unknown = routing_RLK.new_full((1, *shape[1:]), -1)
+        yield torch.cat([unknown.expand(start, -1, -1), routing_RLK, unknown])
+
 
 MAX_TRIES = 3  # attempts for a request whose engines die
 _SAMPLES_AT_ONCE = 512  # requests in progress of an engine: more than it draws at a time

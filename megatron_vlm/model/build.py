@@ -1,17 +1,28 @@
-"""Build one pipeline stage from a checkpoint's config.json: its TransformerConfig and its model."""
+"""Build one pipeline stage from a checkpoint's config.json: its TransformerConfig and its model.
+
+Weight gradients of the decoder's linears are never rounded to bf16: each product is added to
+Megatron's fp32 buffer as it is computed. Megatron does this with a kernel of Apex
+(gradient_accumulation_fusion); where Apex is missing, torch's own product takes its place.
+
+Shapes: T tokens, I inputs and O outputs of a linear."""
 
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.agreement import all_reduce_max
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.family import Family
 from megatron_vlm.family.spec import ModelSizes, TextSizes
 from megatron_vlm.hf.block_weight import BlockWeight, replace_parameter
@@ -19,13 +30,56 @@ from megatron_vlm.hf.layer_backends import BACKENDS
 from megatron_vlm.model.attention_kernels import AttentionShape, choose_kernel
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.delta_kernels import choose_delta_rule
-from megatron_vlm.model.fp32_weight_grads import accumulates_fp32
 from megatron_vlm.model.fused_ops import FusedOps, compiles
 from megatron_vlm.model.gated_delta_net import keeps_fp32
 from megatron_vlm.model.layer_specs import BuildOptions, block_spec
 from megatron_vlm.model.offload_activations import ActivationOffload
 from megatron_vlm.model.rope import build_rotary
 from megatron_vlm.model.stage_model import StageModel
+
+
+def add_product(given_TI: Tensor, grad_TO: Tensor, total_OI: Tensor) -> None:
+    """Add grad^T @ given to the total. The operands may be bf16; the total is fp32."""
+    if given_TI.is_cuda and given_TI.dtype is not torch.float32:
+        torch.ops.aten.addmm.dtype_out(total_OI, grad_TO.t(), given_TI, torch.float32, out=total_OI)
+    else:  # no CPU kernel takes bf16 and returns fp32
+        total_OI.addmm_(grad_TO.float().t(), given_TI.float())
+
+
+def accumulates_fp32(setting: bool | None, dtype: torch.dtype, platform: Platform) -> bool:
+    """Return whether Megatron should add products to its buffers (`model.fp32_weight_gradients`),
+    and make it able to. This is a collective on CUDA in bf16: all replicas must accumulate the same
+    gradients."""
+    if dtype is torch.float32 or setting is False or (setting is None and not platform.is_cuda):
+        return False
+    failure = None
+    if not layers._grad_accum_fusion_available:
+        failure = _failure(dtype, platform)
+    if setting and failure:
+        raise ConfigError(
+            f": torch {torch.__version__} cannot add a product of {dtype} to fp32 here ({failure})",
+            key="model.fp32_weight_gradients",
+            found=True,
+            remedy="set it to null",
+        )
+    if platform.is_cuda and all_reduce_max(int(failure is not None), platform.device):
+        return False
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
+        layers._grad_accum_fusion_available = True
+    return True
+
+
+def _failure(dtype: torch.dtype, platform: Platform) -> str | None:
+    """Return what goes wrong with a product that bf16 would round: 1 + 256 ones, added to 1/2."""
+    ones = torch.ones(257, 16, dtype=dtype, device=platform.device)
+    total = torch.full((16, 16), 0.5, device=platform.device)
+    try:
+        add_product(ones, ones, total)
+    except (AttributeError, RuntimeError) as error:  # an older torch has no such operator
+        return str(error).splitlines()[0]
+    is_wrong = total.ne(257.5).any()
+    return f"it gives {total[0, 0]:.1f} in place of 257.5" if is_wrong else None
 
 
 def compute_dtype(cfg: Config, platform: Platform) -> torch.dtype:

@@ -11,8 +11,7 @@ from torch import Tensor
 from megatron_vlm.config.teachers import teachers_of
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.engines.engine_kinds import EngineSettings
-from megatron_vlm.engines.engine_scorer import EngineScorer
-from megatron_vlm.engines.engine_thread import EngineThread
+from megatron_vlm.engines.engine_thread import EngineScorer, EngineThread
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of

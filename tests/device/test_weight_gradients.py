@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 
 from megatron_vlm.distributed.device import Platform
-from megatron_vlm.model.fp32_weight_grads import accumulates_fp32
+from megatron_vlm.model.build import accumulates_fp32
 from megatron_vlm.training.worker import MegatronWorker
 from tests.device.emulator import CUDA, emulated
 from tests.device.test_trainer import SHALLOW

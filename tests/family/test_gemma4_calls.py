@@ -6,7 +6,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from megatron_vlm.family.gemma4 import chat
 from megatron_vlm.family.gemma4.call_forms import read_calls
 from megatron_vlm.family.gemma4.chat import CHAT
-from megatron_vlm.serve.protocol.chat_answers import AnswerStream, read_answer
+from megatron_vlm.serve.protocol.chat_messages import AnswerStream, read_answer
 
 QUOTE = '<|"|>'
 VALUES = [

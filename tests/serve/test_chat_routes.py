@@ -19,7 +19,7 @@ import torch
 
 from megatron_vlm.family.qwen.chat import CHAT
 from megatron_vlm.serve.http.api_keys import add_key
-from megatron_vlm.serve.protocol.chat_answers import AnswerStream, cut_at_stop, read_answer
+from megatron_vlm.serve.protocol.chat_messages import AnswerStream, cut_at_stop, read_answer
 from tests.support.batches import token_ids
 from tests.support.chats import hf_encode, hf_processor
 from tests.support.pool import free_port

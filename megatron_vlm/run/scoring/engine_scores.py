@@ -27,8 +27,7 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.engines.engine_kinds import EngineSettings
-from megatron_vlm.engines.engine_scorer import EngineScorer
-from megatron_vlm.engines.engine_thread import EngineThread
+from megatron_vlm.engines.engine_thread import EngineScorer, EngineThread
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.checkpoint_files import weights_digest

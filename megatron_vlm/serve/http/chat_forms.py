@@ -18,7 +18,7 @@ from megatron_vlm.serve.http.context import AppContext
 from megatron_vlm.serve.http.request_bodies import parse_body
 from megatron_vlm.serve.http.schemas import Id, JsonForm, Positive, Text
 from megatron_vlm.serve.journal.journal_records import Call
-from megatron_vlm.serve.protocol.chat_answers import (
+from megatron_vlm.serve.protocol.chat_messages import (
     AnswerStream,
     ChatAnswer,
     cut_at_stop,
