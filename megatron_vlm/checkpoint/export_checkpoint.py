@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_vlm.checkpoint.manifest import verify
 from megatron_vlm.checkpoint.rank_state import is_kept
-from megatron_vlm.checkpoint.retention import held_checkpoint
+from megatron_vlm.checkpoint.run_checkpoints import held_checkpoint
 from megatron_vlm.checkpoint.state_json import check_base, mark_of, read_state, training_of
 from megatron_vlm.checkpoint.tensor_pieces import PieceReader, read_index
 from megatron_vlm.config import read_saved
@@ -23,8 +23,7 @@ from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.weight_map import Entry, exported_names, name_table
 from megatron_vlm.lora.export_adapter import TrainedAdapter, write
-from megatron_vlm.lora.targets import adapted_linears, adapter_entries
-from megatron_vlm.lora.weights import adapted_weights
+from megatron_vlm.lora.targets import adapted_linears, adapted_weights, adapter_entries
 
 
 def export_checkpoint(

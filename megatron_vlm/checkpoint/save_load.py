@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.checkpoint import retention
+from megatron_vlm.checkpoint import run_checkpoints
 from megatron_vlm.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -73,7 +73,7 @@ def save(
     moments: bool = True,
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> "PendingSave":
-    """Write a checkpoint to `folder` (see `retention.step_folder`). This is a collective.
+    """Write a checkpoint to `folder` (see `run_checkpoints.step_folder`). This is a collective.
     `progress` is plain JSON; rank 0's is stored, as are its id of the run and the parent
     checkpoint, and `texts`, the contents of more files. Without `moments` the checkpoint has only
     the weights, so a run cannot resume from it unchanged.
@@ -177,7 +177,7 @@ class PendingSave:
                 records = [FileRecord(**record) for record, _ in written]
                 for name, text in texts.items():
                     records.append(write_file(partial / name, [text.encode()]))
-                self.manifest = retention.commit(self.folder, records, self.run, self.parent)
+                self.manifest = run_checkpoints.commit(self.folder, records, self.run, self.parent)
 
 
 def load(
@@ -241,13 +241,15 @@ def find_latest_on_all_ranks(
     names: list[str] = []
     with fail_together(device, CheckpointError):
         if dist.get_rank() == 0:
-            names = [str(folder) for folder in retention.complete_checkpoints(run_folder, after)]
+            names = [
+                str(folder) for folder in run_checkpoints.complete_checkpoints(run_folder, after)
+            ]
     for folder in map(Path, broadcast_json(names, 0, None, device)):
         try:
             _verify(folder, device)
         except CheckpointError as error:
             if dist.get_rank() == 0:
-                retention.skip_damaged(folder, error)
+                run_checkpoints.skip_damaged(folder, error)
         else:
             return folder
     return None

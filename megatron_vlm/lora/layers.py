@@ -1,11 +1,14 @@
-"""Adapter layers: small matrices A and B next to a linear layer whose weight does not change.
+"""Adapter layers: small matrices A and B next to a linear layer whose weight does not change, and
+their initial values.
 
 Shapes: I inputs and O outputs of the layer on this rank, e experts of this rank, M rows of these
 experts.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,9 +21,15 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from megatron_vlm.config.schema import LoraConfig
+from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.config.trainable import scale_of
-from megatron_vlm.lora.targets import AdaptedLinear, HFLinear, seed_from
+from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.family.spec import TensorSpec
+from megatron_vlm.hf.expert_layouts import Span, slices_of
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.weight_map import Entry, Origin
+from megatron_vlm.lora.peft_folder import AdapterFolder
+from megatron_vlm.lora.targets import PREFIX, AdaptedLinear, HFLinear, seed_from
 from megatron_vlm.model.experts import ExpertLinear, times
 
 
@@ -129,7 +138,7 @@ class ExpertAdapters(LowRank):
         for param in self.parameters():  # their gradients are summed like the weight's
             param.allreduce = weight_eOI.allreduce  # type: ignore[attr-defined]
         self.scale = scale_of(lora)
-        assert not lora.dropout, "lora/weights.py refuses it"
+        assert not lora.dropout, "adapted_weights refuses it"
 
     def forward(self, x_MI: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the adapters' addition to the output [M, O]. The rows of x are sorted by expert;
@@ -183,3 +192,50 @@ def dropout_rng(*where: object) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(before)
+
+
+def fill_adapters(
+    held: Mapping[Entry, nn.Parameter],
+    grid: RankGroups,
+    value_of: Callable[[TensorSpec, str], Tensor | None],
+) -> None:
+    """Fill each rank's parameters from whole values. `value_of` returns the value of a tensor by
+    its name in PEFT's files, or None. Values for Hugging Face's own tensors belong to parameters
+    that hold a single tensor."""
+    for entry, param in held.items():
+        if len(entry.hf_tensors) > 1:
+            continue
+        name = entry.names[0] if entry.origin is Origin.added else PREFIX + entry.names[0]
+        whole = value_of(entry.hf_tensors[0], name)
+        if whole is not None:
+            read = partial(_slice_of, whole)
+            part = entry.layout.load(read, [name], *grid.along(entry.layout.cut))
+            with torch.no_grad():
+                param.copy_(part)
+
+
+def _slice_of(whole: Tensor, _: str, spans: Sequence[Span]) -> Tensor:
+    return whole[slices_of(spans)]
+
+
+def initial_values(
+    cfg: Config, weights: Sequence[TensorSpec], source: HFCheckpoint
+) -> Callable[[TensorSpec, str], Tensor | None]:
+    """Return the initial values: those of lora.path, or PEFT's own initialisation. A is random and
+    B is zero; the numbers are the same in every layout."""
+    lora, seed = cfg.lora, cfg.train.seed
+    if lora.path is not None:
+        folder = AdapterFolder(lora.path, lora, weights, source)
+        return lambda _, name: folder.read(name)
+
+    def begin(tensor: TensorSpec, name: str) -> Tensor | None:
+        if ".lora_" not in name:
+            return None
+        whole = torch.zeros(tensor.shape)
+        if name.endswith("lora_A.weight"):
+            generator = torch.Generator().manual_seed(seed_from(seed, name))
+            rows_I = whole.flatten(0, -2)  # all experts at once, as in PEFT
+            nn.init.kaiming_uniform_(rows_I, a=math.sqrt(5), generator=generator)
+        return whole
+
+    return begin

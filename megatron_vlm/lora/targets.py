@@ -5,6 +5,7 @@ A layer y = W x becomes y = W x + scale * B A x, with A [rank, in] and B [out, r
 has an adapter of its own: A [experts, rank, in] and B [experts, out, rank].
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -13,8 +14,9 @@ from hashlib import blake2b
 
 from megatron_vlm.config.base_types import WEIGHTS_PER_BLOCK
 from megatron_vlm.config.schema import Config, LoraConfig
+from megatron_vlm.config.trainable import SWITCHES, exports
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.spec import Part, TensorSpec
+from megatron_vlm.family.spec import ModelSizes, Part, TensorSpec
 from megatron_vlm.hf.expert_layouts import OF_EXPERTS
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.weight_map import (
@@ -282,3 +284,73 @@ def find_misfit(lora: LoraConfig, table: Sequence[Entry], tp: int) -> ConfigErro
                 "lora.base=null",
             )
     return None
+
+
+def adapted_weights(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
+    """Return the weights that get an adapter, or raise ConfigError."""
+    if not cfg.lora.rank:
+        return []
+    chosen = adapted_specs(sizes.with_head, cfg.lora.targets)
+    frozen = [part for part in SWITCHES if getattr(cfg.model, f"freeze_{part}")]
+    check_parts(chosen, cfg.lora.train, frozen)
+    if cfg.lora.dropout and any(map(is_of_experts, chosen)):
+        raise ConfigError(
+            f"cannot be combined with lora.targets=[{','.join(cfg.lora.targets)}], which means "
+            "experts: PEFT has no dropout there, since it adds their adapters to the weights "
+            "themselves",
+            key="lora.dropout",
+            found=cfg.lora.dropout,
+            remedy="set lora.dropout=0, or leave the experts out: lora.targets=[attention]",
+        )
+    return chosen
+
+
+def serving_remark(cfg: Config, weights: Sequence[TensorSpec]) -> str:
+    """Return a remark for the user who will serve the adapter; empty where there is none."""
+    if "adapter" not in exports(cfg):
+        return ""
+    notes, parts = [], {weight.part.switch for weight in weights} - {"language"}
+    if parts:
+        notes.append(
+            f"silently ignores the adapters of {' and '.join(sorted(parts))} unless it is started "
+            "with --enable-tower-connector-lora"
+        )
+    if cfg.lora.train:
+        notes.append(f"refuses an adapter with the whole {' and '.join(cfg.lora.train)} beside it")
+    layers = Counter(weight.name.rpartition(".")[0] for weight in weights if is_of_experts(weight))
+    if 1 in layers.values():
+        notes.append("takes adapters of experts only where both of a layer's weights have one")
+    mixers = _linear_attention(weights)
+    if any("in_proj_z" in found and "in_proj_qkv" not in found for found in mixers.values()):
+        notes.append("refuses an adapter of in_proj_z where in_proj_qkv has none")
+    engines = [f"vLLM {', and '.join(notes)}"] if notes else []
+    served = "which it serves"
+    if any(mixers.values()):
+        engines.append(f"SGLang {_sglang(set().union(*mixers.values()))}")
+        served = "which has no adapters"
+    if not engines:
+        return ""
+    return (
+        f"lora: {'; '.join(engines)}; checkpoint.export=both also writes the merged model, {served}"
+    )
+
+
+def _linear_attention(weights: Sequence[TensorSpec]) -> dict[str, set[str]]:
+    """Return the first projections with an adapter of each gated delta net."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for weight in weights:
+        mixer, _, leaf = module_of(weight).rpartition(".")
+        if leaf.startswith("in_proj_"):
+            found[mixer].add(leaf)
+    return found
+
+
+def _sglang(leaves: set[str]) -> str:
+    """Return what SGLang is known to do with adapters of these projections of gated delta nets,
+    which it joins in two layers."""
+    known = {
+        "does not start with an adapter of {} (its issue 30168)": ("in_proj_qkv", "in_proj_z"),
+        "drops the adapter of {} (its pull request 30499)": ("in_proj_b", "in_proj_a"),
+    }
+    chosen = {text: [leaf for leaf in joined if leaf in leaves] for text, joined in known.items()}
+    return ", and ".join(text.format(" and ".join(of)) for text, of in chosen.items() if of)

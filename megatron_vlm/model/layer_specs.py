@@ -45,7 +45,7 @@ from megatron_vlm.model.gated_delta_net import GatedDeltaMixer
 from megatron_vlm.model.megatron_versions import ChainActivation, LayerMLP, LayerPart
 from megatron_vlm.model.normed_mlp import MLPBesideExperts, PostNormMLP
 from megatron_vlm.model.rope import rotary_spans
-from megatron_vlm.model.unscaled_attention import UnscaledSelfAttention
+from megatron_vlm.model.windowed_attention import UnscaledSelfAttention
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,16 @@
-"""Terms of the loss of sampled answers: advantages, token weights, the divisor of the sum, and
-importance weights between sampler and trainer. docs/rl.md lists the settings of each algorithm.
+"""Terms of the loss of sampled answers: advantages, token weights, and the divisor of the sum.
+docs/rl.md lists the settings of each algorithm.
 """
 
 import math
 from collections.abc import Sequence
 from typing import Literal, assert_never
 
-import numpy as np
-
 from megatron_vlm.config.schema import Advantage
 
 Aggregate = Literal["tokens", "sequences", "constant"]
 
 STD_FLOOR = 1e-4  # added to a group's standard deviation, as in TRL
-MAX_LOG = 700.0  # exp of a larger number may overflow float64
 
 
 def group_advantages(rewards: Sequence[float], kind: Advantage) -> list[float]:
@@ -55,26 +52,3 @@ def divisor_of(lengths: Sequence[int], aggregate: Aggregate, max_tokens: int) ->
     if aggregate == "constant":
         return float(len(lengths) * max_tokens)
     return None
-
-
-def importance_weights(
-    old_log_probs: Sequence[float],
-    sampler_log_probs: Sequence[float],
-    max_weight: float | None,
-    mask: Sequence[float] | None = None,
-) -> list[float]:
-    """Return the weight of each token for truncated importance sampling: the ratio of the trainer's
-    to the sampler's probability, at most `max_weight`, and 0 if the ratio is not within `mask`. If
-    `max_weight` is None, all weights are 1.
-    Multiply the token's advantage by its weight: a weight of the loss would enter the divisor and
-    the KL term, too."""
-    assert len(old_log_probs) == len(sampler_log_probs)
-    if max_weight is None:
-        return [1.0] * len(old_log_probs)
-    assert max_weight > 0, max_weight
-    log_ratio = np.subtract(old_log_probs, sampler_log_probs, dtype=np.float64)
-    ratio = np.exp(np.minimum(log_ratio, MAX_LOG))
-    low, high = mask or (0.0, math.inf)
-    is_within = (low <= ratio) & (ratio <= high)
-    weights: list[float] = np.where(is_within, np.minimum(ratio, max_weight), 0.0).tolist()
-    return weights

@@ -10,6 +10,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from megatron_vlm.data.batches.collate import collate, filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.row import Row, place_row
 from megatron_vlm.distributed.collectives import all_gather_json
-from megatron_vlm.rl.advantages import importance_weights
 from megatron_vlm.rl.teacher_checks import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import TrainBatch, TrainRow, Update
 from megatron_vlm.rl.views import View, drawn, is_drawn, of_teacher, onto, replayed, same
@@ -29,6 +29,7 @@ from megatron_vlm.training.row_scores import RowScores, top_targets
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 Score = TypeVar("Score")
+MAX_LOG = 700.0  # exp of a larger number may overflow float64
 
 
 @dataclass(frozen=True)
@@ -279,3 +280,26 @@ def join_metrics(parts: Sequence[StepMetrics]) -> StepMetrics:
     }
     loss, tokens = fmean(each.loss for each in parts), sum(each.num_tokens for each in parts)
     return StepMetrics(loss, tokens, None, means)
+
+
+def importance_weights(
+    old_log_probs: Sequence[float],
+    sampler_log_probs: Sequence[float],
+    max_weight: float | None,
+    mask: Sequence[float] | None = None,
+) -> list[float]:
+    """Return the weight of each token for truncated importance sampling: the ratio of the trainer's
+    to the sampler's probability, at most `max_weight`, and 0 if the ratio is not within `mask`. If
+    `max_weight` is None, all weights are 1.
+    Multiply the token's advantage by its weight: a weight of the loss would enter the divisor and
+    the KL term, too."""
+    assert len(old_log_probs) == len(sampler_log_probs)
+    if max_weight is None:
+        return [1.0] * len(old_log_probs)
+    assert max_weight > 0, max_weight
+    log_ratio = np.subtract(old_log_probs, sampler_log_probs, dtype=np.float64)
+    ratio = np.exp(np.minimum(log_ratio, MAX_LOG))
+    low, high = mask or (0.0, math.inf)
+    is_within = (low <= ratio) & (ratio <= high)
+    weights: list[float] = np.where(is_within, np.minimum(ratio, max_weight), 0.0).tolist()
+    return weights

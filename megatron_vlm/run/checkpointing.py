@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_vlm.checkpoint import retention
+from megatron_vlm.checkpoint import run_checkpoints
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest
 from megatron_vlm.checkpoint.save_load import PendingSave, find_latest_on_all_ranks, load, save
 from megatron_vlm.checkpoint.state_json import mark_of, read_state, training_of
@@ -105,7 +105,7 @@ class CheckpointManager:
         """Resume from the checkpoint that was found. A collective."""
         origin, device = self.origin, self.worker.platform.device
         if origin is None:
-            if dist.get_rank() == 0 and any(retention.other_lines(self.folder, None)):
+            if dist.get_rank() == 0 and any(run_checkpoints.other_lines(self.folder, None)):
                 self.remarks.append(f"no checkpoint in {self.folder} can be used: starting anew")
             return Progress(data=self.data)
         progress = Progress.from_json(load(self.worker, origin, self.is_verified))
@@ -127,8 +127,8 @@ class CheckpointManager:
         the end, and is not one of this run's."""
         if progress.best_step is None or self.cfg.checkpoint.export_from != "best":
             return progress
-        folder = retention.step_folder(self.folder, progress.best_step)
-        is_missing = self.head is not None and not retention.is_in_line(folder, self.head)
+        folder = run_checkpoints.step_folder(self.folder, progress.best_step)
+        is_missing = self.head is not None and not run_checkpoints.is_in_line(folder, self.head)
         if not all_reduce_max(int(is_missing), self.worker.platform.device):
             return progress
         if dist.get_rank() == 0:
@@ -141,7 +141,7 @@ class CheckpointManager:
     def _go_on_from(self, origin: Path) -> None:
         self.head, self.newest = read_manifest(origin), origin
         self.remarks.append(f"resumed from {origin}")
-        if others := [each.name for each in retention.other_lines(self.folder, self.head)]:
+        if others := [each.name for each in run_checkpoints.other_lines(self.folder, self.head)]:
             self.remarks.append(
                 f"{', '.join(others)} in {self.folder}: of another line than {origin.name}, or "
                 "damaged; kept, but not used from here on"
@@ -152,7 +152,7 @@ class CheckpointManager:
         if progress.step == self.saved_step:
             return
         self.finish()
-        target = retention.step_folder(self.folder, progress.step)
+        target = run_checkpoints.step_folder(self.folder, progress.step)
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
@@ -176,7 +176,7 @@ class CheckpointManager:
 
     def turn_to(self, step: int) -> None:
         """Take the checkpoint of an earlier step for what follows the end of training."""
-        self.turned_to = folder = retention.step_folder(self.folder, step)
+        self.turned_to = folder = run_checkpoints.step_folder(self.folder, step)
         self.saved_step = step
         if dist.get_rank() == 0:
             self.head, self.newest = read_manifest(folder), folder
@@ -202,7 +202,7 @@ class CheckpointManager:
         if saved.manifest is not None:  # on rank 0
             self.head, self.newest = saved.manifest, saved.folder
             rules = self.cfg.checkpoint.keep_last, self.cfg.checkpoint.keep_every
-            retention.prune(self.folder, self.head, *rules, self.best_step)
+            run_checkpoints.prune(self.folder, self.head, *rules, self.best_step)
 
 
 @dataclass(frozen=True)

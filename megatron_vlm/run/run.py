@@ -19,7 +19,7 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.model_card import versions
 from megatron_vlm.io.atomic import write_text
-from megatron_vlm.lora.weights import serving_remark
+from megatron_vlm.lora.targets import serving_remark
 from megatron_vlm.report.example_lines import Examples
 from megatron_vlm.report.metrics_lines import STOPPED, has_usage_line
 from megatron_vlm.report.run import write_report

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_vlm.checkpoint.retention import check_leftovers, last_serial
+from megatron_vlm.checkpoint.run_checkpoints import check_leftovers, last_serial
 from megatron_vlm.config import to_yaml
 from megatron_vlm.config.evaluation_checks import held_out_names
 from megatron_vlm.config.schema import Config

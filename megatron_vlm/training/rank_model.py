@@ -22,8 +22,8 @@ from megatron_vlm.hf.checkpoint_files import digests
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.weight_map import Entry, name_table
 from megatron_vlm.lora import targets
-from megatron_vlm.lora.layers import attach
-from megatron_vlm.lora.weights import adapted_weights, fill, values
+from megatron_vlm.lora.layers import attach, fill_adapters, initial_values
+from megatron_vlm.lora.targets import adapted_weights
 from megatron_vlm.model.build import build_chunks, compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.model.stage_model import StageModel
@@ -86,7 +86,7 @@ def load_model(
         own_params = held if base is None else load_weights.own_parameters(held, cfg)
         load_weights.load_hf(own_params, source, grid, watchdog.busy)
         if adapted:
-            fill(held, grid, values(cfg, adapted, source))
+            fill_adapters(held, grid, initial_values(cfg, adapted, source))
     for entry, param in held.items():
         param.requires_grad_(not entry.is_frozen(cfg))
     return RankModel(cfg, source, dims, adapted, table, grid, owns_groups, chunks, held)

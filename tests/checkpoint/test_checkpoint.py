@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
-from megatron_vlm.checkpoint.retention import step_folder
+from megatron_vlm.checkpoint.run_checkpoints import step_folder
 from megatron_vlm.checkpoint.save_load import load, save
 from megatron_vlm.checkpoint.tensor_pieces import Piece, PieceReader, make_index
 from megatron_vlm.errors import CheckpointError

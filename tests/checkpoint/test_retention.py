@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, verify, write_file
-from megatron_vlm.checkpoint.retention import (
+from megatron_vlm.checkpoint.run_checkpoints import (
     check_leftovers,
     commit,
     find_checkpoint,
@@ -343,7 +343,7 @@ def test_commit_looks_for_every_file(tmp_path):
 
 
 def test_no_torch():
-    code = "import sys, megatron_vlm.checkpoint.retention; assert 'torch' not in sys.modules"
+    code = "import sys, megatron_vlm.checkpoint.run_checkpoints; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -351,7 +351,7 @@ WRITER = """
 import os, signal, sys
 from pathlib import Path
 from megatron_vlm.checkpoint.manifest import read_manifest, write_file
-from megatron_vlm.checkpoint.retention import commit, prune, step_folder
+from megatron_vlm.checkpoint.run_checkpoints import commit, prune, step_folder
 from megatron_vlm.io.atomic import begin
 from tests.support.checkpoints import find_latest
 run = Path(sys.argv[1])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, write_file, write_manifest
-from megatron_vlm.checkpoint.retention import find_checkpoint
+from megatron_vlm.checkpoint.run_checkpoints import find_checkpoint
 from megatron_vlm.cli import main
 from megatron_vlm.config import ConfigFile
 from megatron_vlm.config.data_sources import SourceSpec

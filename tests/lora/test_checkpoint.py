@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_vlm.checkpoint.retention import step_folder
+from megatron_vlm.checkpoint.run_checkpoints import step_folder
 from megatron_vlm.checkpoint.save_load import load
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.training.worker import MegatronWorker

@@ -13,8 +13,7 @@ from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.config.trainable import USUAL, exports, learns, scale_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.lora.targets import adapted_specs, is_of_experts, module_of
-from megatron_vlm.lora.weights import adapted_weights
+from megatron_vlm.lora.targets import adapted_specs, adapted_weights, is_of_experts, module_of
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.rl.policy_engine import has_tower_weights
 from tests.support.error_fields import raises

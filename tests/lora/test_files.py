@@ -20,7 +20,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
-from megatron_vlm.checkpoint.retention import step_folder
+from megatron_vlm.checkpoint.run_checkpoints import step_folder
 from megatron_vlm.checkpoint.save_load import save
 from megatron_vlm.cli import main
 from megatron_vlm.commands.chat.command import Settings, find_model
@@ -33,8 +33,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.printable import short_name
 from megatron_vlm.lora.peft_config import _PLAIN, base_of, lora_of
-from megatron_vlm.lora.targets import adapted_specs
-from megatron_vlm.lora.weights import adapted_weights, serving_remark
+from megatron_vlm.lora.targets import adapted_specs, adapted_weights, serving_remark
 from megatron_vlm.training.worker import MegatronWorker
 from tests.lora.test_lora import (
     ALL,

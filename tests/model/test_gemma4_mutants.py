@@ -16,7 +16,7 @@ from megatron_vlm.family.gemma4 import layer_kinds as layers
 from megatron_vlm.family.gemma4 import model as family
 from megatron_vlm.family.gemma4 import tower
 from megatron_vlm.model import decoder_layer, log_probs, normed_mlp, rope, stage_model
-from megatron_vlm.model import unscaled_attention as attention
+from megatron_vlm.model import windowed_attention as attention
 from megatron_vlm.model.log_probs import Products
 from megatron_vlm.model.router import route
 from megatron_vlm.training.worker import MegatronWorker

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_vlm.checkpoint.retention import hold_latest
+from megatron_vlm.checkpoint.run_checkpoints import hold_latest
 
 
 def find_latest(run_folder: Path) -> Path | None:

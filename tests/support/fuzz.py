@@ -291,7 +291,7 @@ def complete_json(folder: Path) -> Attempt:
     valid = (path / "complete.json").read_bytes()
 
     def attempt(chance: random.Random) -> str:
-        from megatron_vlm.checkpoint.retention import find_checkpoint, last_serial
+        from megatron_vlm.checkpoint.run_checkpoints import find_checkpoint, last_serial
 
         content = _changed(valid if chance.random() < 0.5 else json.loads(valid), chance)
         (path / "complete.json").write_bytes(content)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.checkpoint.retention import step_folder
+from megatron_vlm.checkpoint.run_checkpoints import step_folder
 from megatron_vlm.checkpoint.save_load import load, save
 from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.training import optimizer

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_vlm.checkpoint.retention import step_folder
+from megatron_vlm.checkpoint.run_checkpoints import step_folder
 from megatron_vlm.controller import WorkerGroup, local_group
 from megatron_vlm.controller.worker_group import even_parts
 from megatron_vlm.data.tensors.rows import batch_of, rows_of

@@ -34,8 +34,8 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import load_hf
+from megatron_vlm.lora.layers import fill_adapters, initial_values
 from megatron_vlm.lora.peft_config import ADAPTER_FILE
-from megatron_vlm.lora.weights import fill, values
 from megatron_vlm.run.progress import Progress
 from megatron_vlm.training import frozen_models, reference
 from megatron_vlm.training.data_feed import Feeder, SharedBatches
@@ -208,7 +208,9 @@ def step_of(path: str, cfg: Config, policy: str, adapter: str | None) -> Result:
         load_hf(worker.held, source, worker.grid, lambda: None)
     else:
         continued = replace(cfg, lora=replace(cfg.lora, path=adapter))
-        fill(worker.held, worker.grid, values(continued, worker.adapted, worker.source))
+        fill_adapters(
+            worker.held, worker.grid, initial_values(continued, worker.adapted, worker.source)
+        )
     batch, objective = batches.next(), PreferenceObjective(worker, cfg)
     metrics = objective.forward_backward(batch)
     grads = collect_grads(worker)

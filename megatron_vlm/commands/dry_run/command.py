@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_vlm.checkpoint.manifest import read_manifest
-from megatron_vlm.checkpoint.retention import complete_checkpoints
+from megatron_vlm.checkpoint.run_checkpoints import complete_checkpoints
 from megatron_vlm.checkpoint.state_json import check_state, read_state
 from megatron_vlm.commands.dry_run.target_machine import TargetMachine, target_machine
 from megatron_vlm.config.command_checks import needs_held_out_rewards
@@ -30,11 +30,11 @@ from megatron_vlm.io.hub import hub_name
 from megatron_vlm.io.printable import escape_controls, size_text
 from megatron_vlm.lora.targets import (
     adapted_linears,
+    adapted_weights,
     adapter_entries,
     check_base_type,
     check_blocks,
 )
-from megatron_vlm.lora.weights import adapted_weights
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout

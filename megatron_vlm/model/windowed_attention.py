@@ -3,8 +3,7 @@ layers without. Megatron's own takes both from the one config of a model, always
 has no norm of values.
 
 Shapes: S tokens (Megatron is sequence first), B rows, H width, N query heads, G key heads of this
-rank, D head size, F rotated pairs of a head, Q outputs of the first linear.
-"""
+rank, D head size, F rotated pairs of a head, Q outputs of the first linear."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Retention of a run's checkpoints: they are written whole or not at all, found, and pruned.
+"""The checkpoints of a run: they are written whole or not at all, found, and pruned.
 
     step-00000012/          complete: every file is on the disk and its digest is known
     step-00000016.partial/  being written, or left over from a crash; never read
