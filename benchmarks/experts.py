@@ -20,7 +20,7 @@ from transformers.utils import logging
 from megatron_vlm import Row
 from megatron_vlm.commands.demo.tiny_model import write_tiny
 from megatron_vlm.config.schema import ParallelConfig
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.family.qwen.tiny import SPECIAL_TOKENS
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 

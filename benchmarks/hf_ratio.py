@@ -34,7 +34,7 @@ from megatron_vlm.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.family.cpu_matmul import enable_onednn

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_vlm import Config, Row
 from megatron_vlm.config.schema import ModelConfig
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import family_of

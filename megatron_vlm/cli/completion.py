@@ -5,7 +5,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 
 from megatron_vlm.config.group_values import group_names
-from megatron_vlm.config.listing import recipe_names
+from megatron_vlm.config.key_docs import recipe_names
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import ConfigError
 

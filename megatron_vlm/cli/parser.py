@@ -5,8 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_vlm.cli.completion import add_completion_arguments, completion
-from megatron_vlm.cli.help_command import TopicHelp, add_help_arguments, help_
-from megatron_vlm.cli.help_text import HelpText, HelpWithDefaults, texts_of
+from megatron_vlm.cli.help_command import (
+    HelpText,
+    HelpWithDefaults,
+    TopicHelp,
+    add_help_arguments,
+    help_,
+    texts_of,
+)
 from megatron_vlm.commands.agree.agree_settings import (
     AgreeSettings,
     add_agree_arguments,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_vlm.config import Config, ConfigFile, load_config, to_yaml
 from megatron_vlm.config.arguments import add_overrides, read_configuration
-from megatron_vlm.config.listing import listing
+from megatron_vlm.config.key_docs import listing
 from megatron_vlm.config.unused_keys import check_used
 from megatron_vlm.distributed.process import print_to_user, rank_of_process
 from megatron_vlm.errors import ConfigError

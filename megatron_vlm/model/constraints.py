@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config.checks import check_values
-from megatron_vlm.config.retrieval_checks import check_embedding_size
+from megatron_vlm.config.objectives import check_embedding_size
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims

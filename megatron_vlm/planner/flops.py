@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import learns
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.family.decoder_layers import Attention, Experts, LayerSpec
 from megatron_vlm.planner.activation_memory import block_values, kept_of_layer, layer_values
 from megatron_vlm.planner.layout import ModelLayout

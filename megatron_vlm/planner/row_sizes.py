@@ -8,8 +8,7 @@ import numpy as np
 from megatron_vlm.config.objective_configs import RecordKind
 from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config, TrainConfig
-from megatron_vlm.data.batches.balance import Limits, RowSize, plan_batch
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import Limits, RowSize, WorkModel, plan_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.batches.order import Order
 from megatron_vlm.data.sources.source import open_source

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron_vlm.data.records.record import ChatMessage
 from megatron_vlm.data.tokens.completions import Completion
-from megatron_vlm.data.tokens.joined_pictures import GRID_OF, join_parts, parts_of
-from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.row import GRID_OF, IGNORE, Row, join_parts, parts_of
 from megatron_vlm.user_code.environment import EnvStep, Opening
 
 

@@ -21,8 +21,18 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.row import Row, place_row
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.rl.teacher_checks import check_ids_of_teacher
-from megatron_vlm.rl.train_batch import TrainBatch, TrainRow, Update
-from megatron_vlm.rl.views import View, drawn, is_drawn, of_teacher, onto, replayed, same
+from megatron_vlm.rl.train_batch import (
+    TrainBatch,
+    TrainRow,
+    Update,
+    View,
+    drawn,
+    is_drawn,
+    of_teacher,
+    onto,
+    replayed,
+    same,
+)
 from megatron_vlm.training.frozen_models import FrozenModels
 from megatron_vlm.training.losses import TEACHER_WEIGHTS, Objective
 from megatron_vlm.training.row_scores import RowScores, top_targets

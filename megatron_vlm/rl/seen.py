@@ -22,8 +22,15 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.hidden_pictures import black_patches, grey, hide_pictures, pixelated
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.rl.policy_update import PolicyUpdater, Values
-from megatron_vlm.rl.train_batch import TrainBatch, TrainRow, Update
-from megatron_vlm.rl.views import View, of_teacher, replayed, same
+from megatron_vlm.rl.train_batch import (
+    TrainBatch,
+    TrainRow,
+    Update,
+    View,
+    of_teacher,
+    replayed,
+    same,
+)
 from megatron_vlm.training.token_losses import kl_k3
 
 BLIND = 1e-3  # an answer with a smaller mean does not depend on its pictures

@@ -1,12 +1,13 @@
 """Train batch: the segments of the episodes of a step as rows, and their assignment to updates and
-replicas.
+replicas. A view shows the drawn tokens of a row behind another prompt, for a model that scores
+them.
 
 Rank 0 makes it and sends it to every rank as bytes. Pictures that episodes share are sent once.
 
-Shapes: L decoder layers with experts, K experts of a token, S tokens of a row, N drawn ones.
-"""
+Shapes: L decoder layers with experts, K experts of a token, S tokens of a row, N drawn ones, which
+every view has in the same order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +17,17 @@ from torch import Tensor
 from megatron_vlm.config.data_sources import name_of_source
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.teachers import ALL_SOURCES, teachers_of
-from megatron_vlm.data.batches.balance import Limits, Plan, RowSize, VisualSize, plan_batch
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import (
+    Limits,
+    Plan,
+    RowSize,
+    VisualSize,
+    WorkModel,
+    plan_batch,
+)
 from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
-from megatron_vlm.data.tokens.joined_pictures import GRID_OF, join_parts, parts_of
-from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.row import GRID_OF, IGNORE, Row, join_parts, parts_of
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.advantages import divisor_of, group_advantages, token_weights
 from megatron_vlm.rl.episode import Episode, Group, Segment, pictures_of
@@ -240,3 +246,43 @@ def train_batch_from_bytes(data: bytes) -> TrainBatch:
         Update(plan, divisor, BatchFigures(**figures)) for plan, divisor, figures in meta["updates"]
     ]
     return TrainBatch(rows, updates)
+
+
+# The labels of the result are the drawn tokens of the train row, in order.
+View = Callable[[TrainRow], Row]
+
+
+def same(each: TrainRow) -> Row:
+    """Return the row as the student sees it."""
+    return each.row
+
+
+def replayed(each: TrainRow) -> Row:
+    """Return the row with the experts that the engine chose, as the trained model reads it."""
+    return replace(each.row, routing_SLK=each.routing_SLK)
+
+
+def of_teacher(each: TrainRow) -> Row:
+    """Return the row as its teacher sees it, behind what teacher.view shows for its prompt."""
+    if (prompt := each.teacher_prompt) is None:
+        return each.row
+    ids_S = torch.cat([prompt.ids_S, each.row.ids_S[each.prompt_length :]])
+    labels_S = torch.cat([prompt.labels_S, each.row.labels_S[each.prompt_length :]])
+    return replace(prompt, ids_S=ids_S, labels_S=labels_S)
+
+
+def is_drawn(row: Row) -> Tensor:
+    """Return True where a token of the row was drawn [S]."""
+    return row.labels_S != IGNORE
+
+
+def drawn(scores_S: Tensor, row: Row) -> Tensor:
+    """Return the scores of the drawn tokens [N]."""
+    return scores_S[is_drawn(row)]
+
+
+def onto(scores_N: Tensor, row: Row) -> Tensor:
+    """Return scores of the drawn tokens at their places in the row, and 0 elsewhere [S]."""
+    scores_S = torch.zeros(len(row.ids_S), dtype=scores_N.dtype)
+    scores_S[is_drawn(row)] = scores_N
+    return scores_S

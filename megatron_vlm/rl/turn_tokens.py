@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_vlm.data.records.formats import VARIABLE_KEYS
 from megatron_vlm.data.records.record import ChatMessage, Conversation
-from megatron_vlm.data.tokens.answer_message import message_of
+from megatron_vlm.data.tokens.chat_renderer import message_of
 from megatron_vlm.data.tokens.chat_template import ChatTemplate
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import Row

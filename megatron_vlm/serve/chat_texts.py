@@ -13,7 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.media.media import image_size, read_image
 from megatron_vlm.data.records.record import Conversation, Image
-from megatron_vlm.data.tokens.growing_text import GrowingText
+from megatron_vlm.data.tokens.completions import GrowingText
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.sample import Sample
 from megatron_vlm.data.tokens.tokenizer import has_byte_level, stop_ids

@@ -19,8 +19,13 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.collate import collate, filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.tokens.completions import Completion, Ended, SamplingSettings
-from megatron_vlm.data.tokens.growing_text import GrowingText, TextOf
+from megatron_vlm.data.tokens.completions import (
+    Completion,
+    Ended,
+    GrowingText,
+    SamplingSettings,
+    TextOf,
+)
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow
 from megatron_vlm.distributed.grid import GroupAxis
 from megatron_vlm.model.kv_cache import KVCache

@@ -13,8 +13,7 @@ import pytest
 from megatron_vlm.cli import main
 from megatron_vlm.cli.completion import SHELLS, complete_line
 from megatron_vlm.cli.parser import make_parser
-from megatron_vlm.config.key_docs import key_docs, recipe_docs
-from megatron_vlm.config.key_help import explain_topic
+from megatron_vlm.config.key_docs import explain_topic, key_docs, recipe_docs
 from megatron_vlm.config.other_trainers import OTHER_SENTENCES, SAME_KEYS
 from megatron_vlm.config.schema import leaves
 

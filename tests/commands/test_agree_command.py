@@ -20,8 +20,13 @@ import torch
 from megatron_vlm.cli import main
 from megatron_vlm.commands.agree.agree_ranks import run_agree
 from megatron_vlm.commands.agree.agreement_report import agreement_report
-from megatron_vlm.commands.agree.compare import Agreement, ComparedPrompt, compare, token_pairs
-from megatron_vlm.commands.agree.token_text import TokenText
+from megatron_vlm.commands.agree.compare import (
+    Agreement,
+    ComparedPrompt,
+    TokenText,
+    compare,
+    token_pairs,
+)
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row

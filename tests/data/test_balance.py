@@ -16,6 +16,7 @@ from megatron_vlm.data.batches.balance import (
     Plan,
     RowSize,
     VisualSize,
+    WorkModel,
     group_cost,
     level,
     measure,
@@ -23,7 +24,6 @@ from megatron_vlm.data.batches.balance import (
     plan_batch,
 )
 from megatron_vlm.data.batches.collate import collate, filler_batch
-from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.data.batches.order import Order, order_of_all
 from megatron_vlm.data.even_split import deal

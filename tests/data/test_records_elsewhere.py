@@ -10,7 +10,7 @@ import pytest
 
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.record import Conversation, Image, Video
-from megatron_vlm.data.tokens.loss_spans import RenderedMessage, choose_trained
+from megatron_vlm.data.tokens.chat_renderer import RenderedMessage, choose_trained
 from megatron_vlm.errors import DataError
 
 TABLE = Path(__file__).parent / "records_elsewhere.jsonl"

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import CheckpointConfig
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError, ConfigError

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vlm.cli import main
 from megatron_vlm.config import load_config
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.decoder_layers import Experts
 from megatron_vlm.family.gemma4.model import gemma4_sizes

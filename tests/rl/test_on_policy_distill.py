@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_vlm.config.objective_configs import DistillConfig
 from megatron_vlm.config.schema import RlConfig, TeacherConfig
 from megatron_vlm.config.teachers import SELF
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.rl.advantages import group_advantages
 from megatron_vlm.rl.episode import Episode, Group, Segment

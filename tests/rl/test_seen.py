@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_vlm.config.command_checks import check_rl
 from megatron_vlm.config.load import load_config
 from megatron_vlm.config.schema import Config, EngineConfig, RlConfig, TeacherConfig
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.data.batches.hidden_pictures import black_patches, pixelated
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tokens.row import Row

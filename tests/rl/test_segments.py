@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.config.schema import Config, PolicyLoss, RlConfig, TeacherConfig, TrainConfig
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.data.tokens.row import IGNORE, Row
@@ -32,8 +32,7 @@ from megatron_vlm.rl.episode import Episode, Group, Segment
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.policy_update import PolicyUpdater
 from megatron_vlm.rl.rollouts import next_prompts
-from megatron_vlm.rl.train_batch import make_train_batch
-from megatron_vlm.rl.views import is_drawn, of_teacher
+from megatron_vlm.rl.train_batch import is_drawn, make_train_batch, of_teacher
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.rl.test_train_batch import TASKS, config, opened, prompt_of, records, with_view

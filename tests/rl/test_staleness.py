@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.config.schema import EngineConfig, RlConfig
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.engines.engine_kinds import EngineSettings

@@ -42,11 +42,12 @@ from megatron_vlm.rl.train_batch import (
     TrainBatch,
     TrainRow,
     _size,
+    is_drawn,
     make_train_batch,
+    of_teacher,
     train_batch_from_bytes,
     train_batch_to_bytes,
 )
-from megatron_vlm.rl.views import is_drawn, of_teacher
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 from tests.support.chats import picture, say, text
 from tests.support.error_fields import raises

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_vlm.commands.import_config.command import TRAINERS
-from megatron_vlm.commands.import_config.leftovers import find_counterpart
+from megatron_vlm.commands.import_config.config_text import find_counterpart
 from megatron_vlm.commands.import_config.model_rules import translate_frozen_parts, translate_method
 from megatron_vlm.commands.import_config.source_settings import Setting, SourceSettings
 from megatron_vlm.commands.import_config.translation import Translation

@@ -22,8 +22,7 @@ from torch import Tensor
 from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.data_sources import parse_sets, parse_sources
 from megatron_vlm.config.objective_configs import EmbedConfig, RerankConfig, RetrievalForm
-from megatron_vlm.config.objectives import records_of
-from megatron_vlm.config.retrieval_checks import check_embedding_size
+from megatron_vlm.config.objectives import check_embedding_size, records_of
 from megatron_vlm.config.schema import Config, DataConfig, LoraConfig
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data

@@ -14,8 +14,7 @@ from megatron_vlm.commands.agree.agree_settings import (
 )
 from megatron_vlm.commands.agree.agreement_report import agreement_report
 from megatron_vlm.commands.agree.ask_engine import Asking
-from megatron_vlm.commands.agree.compare import BOUNDS, Agreement, token_pairs
-from megatron_vlm.commands.agree.token_text import TokenText
+from megatron_vlm.commands.agree.compare import BOUNDS, Agreement, TokenText, token_pairs
 from megatron_vlm.config.arguments import parse_arguments, read_configuration
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tensors.rows import batch_of, rows_of

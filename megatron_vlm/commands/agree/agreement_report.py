@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_vlm.commands.agree.compare import Agreement, ComparedPrompt, TokenPair
-from megatron_vlm.commands.agree.token_text import TokenText
+from megatron_vlm.commands.agree.compare import Agreement, ComparedPrompt, TokenPair, TokenText
 from megatron_vlm.io.printable import number
 from megatron_vlm.report import sections
 

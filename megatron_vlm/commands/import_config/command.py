@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_vlm.commands.import_config.axolotl import AXOLOTL
-from megatron_vlm.commands.import_config.command_words import read_command
-from megatron_vlm.commands.import_config.config_text import config_text
-from megatron_vlm.commands.import_config.leftovers import read_leftovers
+from megatron_vlm.commands.import_config.config_text import config_text, read_leftovers
 from megatron_vlm.commands.import_config.llamafactory import LLAMA_FACTORY
 from megatron_vlm.commands.import_config.model_rules import (
     translate_frozen_parts,
@@ -20,6 +18,7 @@ from megatron_vlm.commands.import_config.ms_swift import MEGATRON_SWIFT, MS_SWIF
 from megatron_vlm.commands.import_config.source_settings import (
     DATA_FILES,
     SourceSettings,
+    read_command,
     read_settings_file,
 )
 from megatron_vlm.commands.import_config.translation import Trainer, Translation

@@ -17,8 +17,17 @@ from megatron_vlm.data.batches.micro_batch import (
     VISUAL_FIELDS,
     MicroBatch,
 )
-from megatron_vlm.data.tokens.joined_pictures import GRID_OF, Part, parts_of
-from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, continue_row, cut_row, place_row
+from megatron_vlm.data.tokens.row import (
+    GRID_OF,
+    IGNORE,
+    Part,
+    PlacedRow,
+    Row,
+    continue_row,
+    cut_row,
+    parts_of,
+    place_row,
+)
 from megatron_vlm.data.tokens.sample import Example, Sample
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import Tokens

@@ -9,8 +9,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.batches.balance import RowSize
-from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.balance import RowSize, WorkModel
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.sources.stream import Stream, StreamRecord
 from megatron_vlm.data.sources.tables import root_cause

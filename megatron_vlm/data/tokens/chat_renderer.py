@@ -1,5 +1,6 @@
 """Chats as tokens: rendered once by the tokenizer's own template, with the span of every message by
-the family's chat format. Text that merely spells a special token never becomes one.
+the family's chat format. The trained messages are chosen here. Text that merely spells a special
+token never becomes one, so thoughts and calls are taken out of the text of an answer.
 
 Shapes: U tokens before placeholders are expanded."""
 
@@ -15,14 +16,88 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.records.record import Conversation
-from megatron_vlm.data.tokens.answer_message import with_thoughts
+from megatron_vlm.data.records.record import ChatMessage, Conversation
 from megatron_vlm.data.tokens.chat_template import THINKING_VARIABLE, AnswerOpening, ChatTemplate
-from megatron_vlm.data.tokens.loss_spans import RenderedMessage, choose_trained, weight_of_message
 from megatron_vlm.data.tokens.tokenizer import PRIVATE_USE, add_special_tokens, cut_special_tokens
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.chat_format import ChatFormat, RenderedText
 from megatron_vlm.io.untrusted import UntrustedFile
+
+
+@dataclass(frozen=True)
+class RenderedMessage:
+    """A message of the rendered text: tokens [body, end) after its role, with its closing token."""
+
+    role: str
+    body: int
+    end: int
+    turns: list[ChatMessage]  # turns that it shows
+    is_after_result: bool = False  # an answer in the turn of the result before it
+
+    @property
+    def weight(self) -> float | None:
+        """Weight of its tokens' losses, if the record has one."""
+        return self.turns[0].weight if self.turns else None
+
+
+def choose_trained(
+    messages: Sequence[RenderedMessage], train_on: str | Sequence[str]
+) -> list[bool]:
+    """Return a flag for each message: true if data.train_on picks it."""
+    if train_on == "record":
+        return [bool(message.weight) for message in messages]
+    if train_on == "last_assistant":
+        answers = (m for m in reversed(messages) if m.role == "assistant" and m.turns)
+        last = next((message.turns[-1] for message in answers), None)
+        return [any(turn is last for turn in message.turns) for message in messages]
+    roles = ["assistant"] if train_on == "all_assistant" else train_on
+    return [message.role in roles for message in messages]
+
+
+def weight_of_message(message: RenderedMessage, where: str) -> float:
+    """Return the weight of the loss of each token in the message."""
+    if len(weights := {turn.weight for turn in message.turns}) > 1:
+        listing = ", ".join("none" if weight is None else f"{weight:g}" for weight in weights)
+        raise DataError(
+            f"differs between {len(message.turns)} {message.role} messages that the chat template "
+            f"shows as one: {listing}",
+            place=where,
+            key="weight",
+            remedy="give them the same",
+        )
+    return 1.0 if message.weight is None else message.weight
+
+
+def with_thoughts(turn: ChatMessage, chat_format: ChatFormat) -> ChatMessage:
+    """Take the thoughts at the beginning of an answer out of its text."""
+    thoughts, first = chat_format.thoughts, next(iter(turn.parts), None)
+    is_marked = turn.role == "assistant" and thoughts.end in chat_format.shown
+    if not is_marked or turn.reasoning or not isinstance(first, str):
+        return turn
+    block, end, rest = first.partition(thoughts.end)
+    if not end or not block.startswith(thoughts.opened):
+        return turn
+    reasoning = block.removeprefix(thoughts.opened).strip("\n")
+    return replace(turn, reasoning=reasoning, parts=(rest, *turn.parts[1:]))
+
+
+def message_of(
+    text: str, chat_format: ChatFormat, tools: Sequence[Mapping[str, Any]]
+) -> ChatMessage:
+    """Return an answer with its first thoughts and, if all can be read, its calls. Later thoughts
+    are cut out, as the template would do."""
+    message, calls = ChatMessage("assistant", (text,)), chat_format.calls
+    if calls.start not in chat_format.shown:
+        return message
+    message = with_thoughts(message, chat_format)
+    said, cut_out = str(message.parts[0]), chat_format.thoughts.cut_out
+    found = calls.read(said, tools)
+    if not found:
+        return replace(message, parts=(cut_out(said),))
+    functions = ({"name": name, "arguments": values} for name, values in found)
+    named = tuple({"type": "function", "function": each} for each in functions)
+    return replace(message, parts=(cut_out(said.partition(calls.start)[0]),), tool_calls=named)
+
 
 _CUTS = f"[{chr(PRIVATE_USE.start)}-{chr(PRIVATE_USE.stop)}]"
 _LONG_WORD = 2**16  # characters without a space

@@ -1,14 +1,15 @@
-"""Row: one sample as tensors, its placeholders checked against its images.
+"""Row: one sample as tensors, its placeholders checked against its images. Rows share the tensors
+of pictures and videos that several turns of a conversation show.
 
 Shapes: S tokens of a row, I images, P patches of all images, C values of a patch, 3 the axes time,
 height, width, 5 the columns of a token: its id, its target (the token that it predicts) and its
 position on three axes, F the values of a token that a loss reads, J targets of a position, L
 decoder layers with experts, K experts of a token, N supervised tokens, R a teacher's log-probs of
-J tokens and of all others.
-"""
+J tokens and of all others."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -285,3 +286,32 @@ def cut_row(row: Row, end: int, tokens: Tokens) -> Row:
     images = visible(tokens.image_id, row.pixel_values_PC, row.image_grid_I3)
     videos = visible(tokens.video_id, row.pixel_values_videos_PC, row.video_grid_I3)
     return Row(ids_S, row.labels_S[:end], *images, *videos)
+
+
+GRID_OF = {"pixel_values_PC": "image_grid_I3", "pixel_values_videos_PC": "video_grid_I3"}
+Part = tuple[Tensor, Tensor]  # pixels [P, C] and grids [I, 3]
+
+
+def parts_of(row: Row, name: str) -> Sequence[Part]:
+    """Return the pixels of this field and their grids, in the parts that other rows may have."""
+    pixels_PC, grid_I3 = getattr(row, name), getattr(row, GRID_OF[name])
+    if pixels_PC is None or grid_I3 is None or not len(pixels_PC):
+        return []
+    for joined in row.joined:
+        if joined.pixels_PC is pixels_PC:  # pixels that took their place have no such parts
+            return joined.parts
+    return [(pixels_PC, grid_I3)]
+
+
+def join_parts(parts: Mapping[str, Sequence[Part]]) -> dict[str, Any]:
+    """Return the visual fields of a Row with these parts of each field with pixels, in order."""
+    visuals: dict[str, Any] = {}
+    joined = []
+    for name, own_parts in parts.items():
+        if own_parts:
+            pixels, grids = zip(*own_parts, strict=True)
+            is_one = len(own_parts) == 1
+            visuals[name] = pixels[0] if is_one else torch.cat(pixels)
+            visuals[GRID_OF[name]] = grids[0] if is_one else torch.cat(grids)
+            joined += [] if is_one else [JoinedPixels(visuals[name], tuple(own_parts))]
+    return {**visuals, "joined": tuple(joined)}
