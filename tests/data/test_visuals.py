@@ -102,9 +102,9 @@ def test_what_cannot_be_right_is_refused(fault, tiny):
 
 def test_the_output_of_another_processor_is_refused(tiny):
     gemma4, qwen = tiny(**GEMMA4), tiny(**TINY["qwen3_vl"])
-    with raises(DataError, key="image_grid_thw", problem_has="is missing"):
+    with raises(DataError, key="image_grid_thw", problem_has="must be tensors"):
         make_visuals(qwen, processed("gemma4", gemma4))
-    with raises(DataError, key="image_position_ids", problem_has="is missing"):
+    with raises(DataError, key="image_position_ids", problem_has="must be tensors"):
         make_visuals(gemma4, processed("qwen3_vl", qwen))
     cut = processed("gemma4", gemma4)
     cut["image_position_ids"] = cut["image_position_ids"][:, 1:]

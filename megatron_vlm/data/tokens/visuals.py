@@ -21,39 +21,35 @@ def make_visuals(checkpoint: str, processed: Mapping[str, Any]) -> dict[str, Ten
         if (pixels := processed.get(name)) is None:
             continue
         key = f"{kind}_position_ids" if family.unpad else f"{kind}_grid_thw"
-        if (where := processed.get(key)) is None:
-            remedy = "give all that the processor of this checkpoint returned, as tensors"
-            raise DataError("is missing", place="the processor's output", key=key, remedy=remedy)
+        grid, place = processed.get(key), "the processor's output"
+        if not (isinstance(pixels, Tensor) and isinstance(grid, Tensor)):
+            remedy = "give all that this checkpoint's processor returns with return_tensors='pt'"
+            raise DataError(f"and {name} must be tensors", place=place, key=key, remedy=remedy)
         if family.unpad:
-            counts = [pixels.shape[1]] * len(pixels) if pixels.dim() == 4 else [1] * len(pixels)
-            counts = torch.as_tensor(processed.get(f"num_frames_per_{kind}", counts)).tolist()
-            pixels, where = pixels.flatten(0, -3), where.flatten(0, -3)
-            pixels, frames_N3 = family.unpad(pixels, where, merge)
-            firsts = torch.tensor([0, *counts]).cumsum(0)[:-1]
-            where = frames_N3[firsts]
-            where[:, 0] = torch.tensor(counts)
-        visuals |= {f"{name}_PC": pixels, f"{kind}_grid_I3": where}
+            # Newer versions of transformers put the frames of all videos in a row, and count them.
+            each = [pixels.shape[1] if pixels.dim() == 4 else 1] * len(pixels)
+            frames = torch.as_tensor(processed.get(f"num_frames_per_{kind}", each))
+            pixels, grid = family.unpad(pixels.flatten(0, -3), grid.flatten(0, -3), merge)
+            grid = torch.stack([frames, *grid[frames.cumsum(0) - 1, 1:].unbind(1)], 1)
+        visuals |= {f"{name}_PC": pixels, f"{kind}_grid_I3": grid}
     return visuals
 
 
 def pixel_fault(pixels: Tensor | None, grid_I3: Tensor | None, tokens: Tokens) -> str | None:
     """Return what cannot be right about patches and their grids, or None."""
-    merge, expected = tokens.merge, 0
+    expected, count = 0, 0 if pixels is None else len(pixels)
     if grid_I3 is not None:
-        is_table = grid_I3.dim() == 2 and grid_I3.shape[1] == 3 and bool((grid_I3 > 0).all())
-        if not is_table or bool((grid_I3[:, 1:] % merge).any()):
-            return f"has a grid that is no [n, 3] of squares of {merge} x {merge} patches"
+        side = torch.tensor([1, tokens.merge, tokens.merge])
+        if grid_I3.shape[1:] != side.shape or bool(((grid_I3 < 1) | (grid_I3 % side > 0)).any()):
+            return f"has a grid that is no [n, 3] of squares of {side[1]} x {side[1]} patches"
         expected = int(grid_I3.prod(-1).sum())
-    if expected != (num_patches := 0 if pixels is None else len(pixels)):
-        return f"has {num_patches} patches but its grid needs {expected}"
-    if not num_patches or pixels is None:
+    if expected != count:
+        return f"has {count} patches but its grid needs {expected}"
+    if pixels is None or not count or (pixels.dtype == torch.uint8 and pixels.dim() == 2):
         return None
-    if pixels.dim() != 2 or not (pixels.dtype == torch.uint8 or pixels.is_floating_point()):
+    if pixels.dim() != 2 or not pixels.is_floating_point():
         return f"is {pixels.dtype} {list(pixels.shape)}, neither bytes nor floats [patches, values]"
-    if pixels.dtype == torch.uint8:
-        return None
     if pixels.shape[1] != (needed := tokens.patch_values or pixels.shape[1]):
         return f"has patches of {pixels.shape[1]} values, and the tower reads {needed}"
-    if not (largest := float(pixels.abs().max())) <= tokens.largest_pixel:
-        return f"has values up to {largest:.4g}, which no picture has"
-    return None
+    largest = float(pixels.abs().max())
+    return None if largest <= tokens.largest_pixel else f"has {largest:.4g}, which no picture has"

@@ -153,9 +153,8 @@ def unpad(values_NLC: Tensor, xy_NL2: Tensor, merge: int) -> tuple[Tensor, Tenso
         width, height = (xy_L2.max(0).values + 1).tolist()
         places = torch.arange(height * width)
         real_P2 = xy_L2[xy_L2[:, 0] >= 0]
-        if height * width % merge**2 or not torch.equal(
-            real_P2[:, 1] * width + real_P2[:, 0], places
-        ):
+        is_whole = torch.equal(real_P2[:, 1] * width + real_P2[:, 0], places)
+        if height % merge or width % merge or not is_whole:
             raise DataError("has patches that are not those of a whole picture", key="position_ids")
         blocks = places.view(height // merge, merge, width // merge, merge)
         patches.append(2 * (values_LC[blocks.transpose(1, 2).flatten()] - 0.5))
