@@ -25,7 +25,7 @@ _CHANGES = (
     "neat_packing sample_packing padding_free max_samples template chat_template modules_to_save "
     "additional_target lora_modules_to_save freeze_parameters freeze_parameters_ratio "
     "freeze_parameters_regex trainable_parameters unfrozen_parameters streaming mix_strategy "
-    "interleave_probs moe_expert_capacity_factor mtp_num_layers"
+    "interleave_probs moe_expert_capacity_factor mtp_num_layers "
     "f_divergence_type enable_thinking tokenizer_type use_galore fp8 overlong_filter "
     "special_tokens mask_truncated_completions new_special_tokens rope_scaling moe_aux_loss_coeff "
     "moe_z_loss_coeff use_chat_template external_plugins"
