@@ -55,8 +55,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help=gpus)
     command = "the command of TRL that the file is for (default: sft)"
     parser.add_argument("--command", choices=_COMMANDS, help=command)
-    ignored = "leave out keys that are not known here; may be repeated"
-    parser.add_argument("--ignore", action="append", default=[], metavar="KEY,...", help=ignored)
+    ignored = "leave out a key that is not known here, or several with commas between them"
+    parser.add_argument("--ignore", action="append", default=[], metavar="KEY", help=ignored)
 
 
 def import_(args: argparse.Namespace) -> None:
