@@ -123,12 +123,6 @@ class ParallelDims:
         """Return the pipeline stage of a rank."""
         return rank // (self.tp * self.dp)
 
-    @property
-    def pipelines(self) -> list[list[int]]:
-        """Ranks of each pipeline, in the order of their stages."""
-        width = self.tp * self.dp
-        return [list(range(first, self.world_size, width)) for first in range(width)]
-
     def leader_of(self, replica: int) -> int:
         """Return the first rank of a replica, which loads its data and reports its results."""
         return replica * self.tp

@@ -172,11 +172,9 @@ def _p2p_group(dims: ParallelDims, timeout_minutes: float) -> dist.ProcessGroup:
     a group that has sent any."""
     if dims.pp == 1:
         return parallel_state.get_pipeline_model_parallel_group()
-    timeout = datetime.timedelta(minutes=timeout_minutes)
-    group, _ = dist.new_subgroups_by_enumeration(
-        dims.pipelines, timeout=timeout, group_desc="PIPELINE_P2P_GROUP"
-    )
-    return group
+    timeout, width = datetime.timedelta(minutes=timeout_minutes), dims.tp * dims.dp
+    pipelines = [list(range(first, dims.world_size, width)) for first in range(width)]
+    return dist.new_subgroups_by_enumeration(pipelines, timeout=timeout, group_desc="P2P_GROUP")[0]
 
 
 def _check_same_groups(dims: ParallelDims) -> None:
