@@ -252,7 +252,7 @@ MISTAKES = [
     ("optim.muon={steps: 5}", "optim.muon", NOT_GIVEN, {"allowed_has": "momentum, nesterov, ns_"}),
     ("optim.muon={ns_steps: 4}", "optim.muon", MuonSettings(ns_steps=4), MUON_ALONE),
     ("data.video={fps: fast}", "data.video.fps", "fast", {"allowed": "a number"}),
-    ("data.video={max_frames: 1}", "data.video.max_frames", 1, {"allowed": "at least 2"}),
+    ("data.video={max_frames: 1}", "data.video.max_frames", 1, {"allowed": "at least 2, or null"}),
     ("data.video=3", "data.video", NOT_GIVEN, {"problem": "is not a mapping"}),
     ("optim.muon_lr=0.02", "optim.muon_lr", 0.02, MUON_ALONE),
     ("data.train_on=[robot]", "data.train_on", ("robot",), {"allowed_has": "all_assistant"}),

@@ -142,7 +142,12 @@ LAUGHS += "".join(f"  - &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
         ("optim:\n  lrr: 1", "line 2", "optim.lrr", {"remedy_has": "'optim.lr'"}),
         ("train:\n  steps: two", "line 2", "train.steps", {"found": "two"}),
         ("train:\n  steps: 1.5", "line 2", "train.steps", {"found": "1.5"}),
-        ("train:\n  steps: 0", "line 2", "train.steps", {"found": 0, "allowed": "at least 1"}),
+        (
+            "train:\n  steps: 0",
+            "line 2",
+            "train.steps",
+            {"found": 0, "allowed": "at least 1, or null"},
+        ),
         ("data:\n  eval:\n    x: 3", "line 2", "data.eval.x", {"found": 3}),
         ("data:\n  train: {path: x, weight: 0}", "line 2: x", "data.train.weight", {"found": 0}),
         ("data:\n  add_tokens: [a, '']", "line 2", "data.add_tokens[1]", {"found": ""}),

@@ -123,6 +123,7 @@ class Imports:
         if name == "torch":
             print(forkserver._forkserver._forkserver_pid is not None)
             sys.exit()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 sys.meta_path.insert(0, Imports())
 from megatron_vlm.cli import main
 main(sys.argv[1:])
@@ -136,6 +137,7 @@ class Imports:
     def find_spec(self, name, *_):
         if name == at:
             os.kill(os.getpid(), int(number))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 sys.meta_path.insert(0, Imports())
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
@@ -183,6 +185,7 @@ class Imports:
     def find_spec(self, name, *_):
         if name == os.environ["AT"]:
             os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 sys.meta_path.insert(0, Imports())
 """
 SCRIPT_OF_PIP = "import sys\nfrom megatron_vlm.cli import main\nsys.exit(main())\n"

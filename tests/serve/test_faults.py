@@ -8,6 +8,7 @@ killed. A service that is stopped keeps its state and goes on when it starts aga
 import random
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -48,9 +49,10 @@ def life(client: Client, path: str, rank: int, rounds: int, seen: list[Any]) -> 
     return seen
 
 
-def lives(url: str, path: str, rounds: int, patience_s: float = 0.0) -> list[list[Any]]:
-    """Return the answers of several clients that run at once."""
-    answers: list[list[Any]] = [[] for _ in RANKS]
+def lives(
+    url: str, path: str, rounds: int, answers: list[list[Any]], patience_s: float = 0.0
+) -> list[list[Any]]:
+    """Fill in and return the answers of several clients that run at once."""
 
     def one(place: int) -> None:
         with Client(url, path, patience_s=patience_s) as client:
@@ -79,24 +81,20 @@ def same(ours: list[Any], theirs: list[Any]) -> float:
 
 
 class Killer:
-    """A thread that kills a service at random moments and starts it again, `kills` times."""
+    """A thread that kills a service whenever its clients have so many answers, and starts it
+    again."""
 
-    def __init__(self, running: Running, again: Any, kills: int):
-        self.running, self.again, self.kills = running, again, 0
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._run, args=(kills,))
-        self.thread.start()
+    def __init__(self, start_again: Callable[[], Running], answers: list[list[Any]]):
+        self.running, self.start_again, self.answers = start_again(), start_again, answers
+        self.is_over = threading.Event()
 
-    def _run(self, kills: int) -> None:
-        moments = random.Random(7)
-        while self.kills < kills and not self.over.wait(moments.uniform(0.3, 4.0)):
+    def kill_at(self, counts: Sequence[int]) -> None:
+        for count in counts:
+            while sum(map(len, self.answers)) < count:
+                if self.is_over.wait(0.001):
+                    return
             self.running.kill()
-            self.kills += 1
-            self.running = self.again()
-
-    def end(self) -> None:
-        self.over.set()
-        self.thread.join()
+            self.running = self.start_again()
 
 
 @pytest.mark.slow
@@ -107,24 +105,22 @@ def test_a_service_that_is_killed_loses_nothing(layout, tiny, tmp_path, record_p
     if layout != "parallel.pp=1" and KILLS > 20:
         pytest.skip("KILLS above 20 are for one process")
     path, port = tiny(vocab=VOCAB), free_port()
-    rounds = max(8, 3 * KILLS // 2)  # enough for nearly all kills
+    rounds = max(8, 3 * KILLS // 2)
     with served(path, tmp_path / "calm", port, layout, *SETTINGS) as running:
-        expected = lives(running.url, path, rounds)
-    folder = tmp_path / "killed"
-    killer = Killer(
-        start(path, folder, port, layout, *SETTINGS),
-        lambda: start(path, folder, port, layout, *SETTINGS),
-        KILLS,
-    )
-    try:
-        actual = lives(f"http://127.0.0.1:{port}", path, rounds, patience_s=120)
-    finally:
-        killer.end()
-        killer.running.kill()
+        expected = lives(running.url, path, rounds, [[] for _ in RANKS])
+    total, answers = sum(map(len, expected)), [list[Any]() for _ in RANKS]
+    counts = sorted(random.Random(7).sample(range(1, total), KILLS))
+    killer = Killer(lambda: start(path, tmp_path / "killed", port, layout, *SETTINGS), answers)
+    with ThreadPoolExecutor(1) as pool:
+        kills = pool.submit(killer.kill_at, counts)
+        try:
+            actual = lives(f"http://127.0.0.1:{port}", path, rounds, answers, patience_s=120)
+        finally:
+            killer.is_over.set()
+            kills.result()
+            killer.running.kill()
     worst = max(same(a, b) for a, b in zip(actual, expected, strict=True))
-    record_property("kills", killer.kills)
     record_property("worst", worst)
-    assert killer.kills >= KILLS // 2
     assert worst <= TOLERANCE
 
 

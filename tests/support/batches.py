@@ -83,7 +83,7 @@ def make_rows(
     generator = torch.Generator().manual_seed(seed)
     rows: list[Row] = []
     for spec in specs:
-        row = _make_row(spec, ids, generator, *((3, PATCH_VALUES // 2) if is_gemma else ()))
+        row = _make_row(spec, ids, generator, *((3, PATCH_VALUES // 2, 1.0) if is_gemma else ()))
         if spec.shares is not None:
             row = replace(row, **{name: getattr(rows[spec.shares], name) for name in VISUAL_FIELDS})
         rows.append(row)
@@ -91,7 +91,12 @@ def make_rows(
 
 
 def _make_row(
-    spec: RowSpec, ids: Ids, generator: torch.Generator, merge: int = 2, values: int = PATCH_VALUES
+    spec: RowSpec,
+    ids: Ids,
+    generator: torch.Generator,
+    merge: int = 2,
+    values: int = PATCH_VALUES,
+    largest: float = torch.inf,
 ) -> Row:
     blocks = [[ids.start] + [ids.image] * (h * w // 4) + [ids.end] for h, w in spec.images]
     for frames, h, w in spec.videos:
@@ -116,7 +121,8 @@ def _make_row(
 
     def pixels(grid: Tensor) -> Tensor | None:
         count = int(grid.prod(-1).sum())
-        return torch.randn(count, values, generator=generator) if count else None
+        pixels_PC = torch.randn(count, values, generator=generator).clamp(-largest, largest)
+        return pixels_PC if count else None
 
     return Row(
         ids_S,

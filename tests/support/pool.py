@@ -105,7 +105,7 @@ class Pool:
                     self.close()
                     raise RuntimeError(f"rank {rank} of {world} has died\n{failure}") from None
                 if not ok:
-                    failure = failure or f"rank {rank} of {world} failed:\n{answers[rank]}"
+                    failure += f"rank {rank} of {world} failed:\n{answers[rank]}\n"
         if failure:
             raise RuntimeError(failure)
         return answers

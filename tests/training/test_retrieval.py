@@ -475,10 +475,10 @@ def test_a_run_resumes_bit_for_bit(objective, pool, tiny, written, tmp_path):
             "train.micro_batch_size": 1,
             "checkpoint.every": 2,
             "checkpoint.best": "train/recall@1",
-            "rerank.positive_token": "y",
-            "rerank.negative_token": "n",
             "launch.timeout_minutes": 2,
         }
+        if objective == "rerank":
+            words |= {"rerank.positive_token": "y", "rerank.negative_token": "n"}
         answers = pool.run(run_rank, 2, [f"{key}={value}" for key, value in words.items()])
         assert answers[0][0] == 0, answers[0][2]
         return tmp_path / run

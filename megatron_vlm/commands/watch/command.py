@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vlm.commands.watch.run_status import watched_folders
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.printable import escape_controls
 
@@ -35,6 +34,8 @@ def watch(args: argparse.Namespace) -> int:
 
     docs/watch.md says how to reach it from another machine.
     """
+    from megatron_vlm.commands.watch.run_status import watched_folders
+
     folders = watched_folders(args.runs)
     with open_server(args.port, folders) as server:
         print(escape_controls(f"watching {', '.join(map(str, folders))}"))

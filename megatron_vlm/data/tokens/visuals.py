@@ -49,6 +49,8 @@ def pixel_fault(pixels: Tensor | None, grid_I3: Tensor | None, tokens: Tokens) -
         return None
     if pixels.dim() != 2 or not pixels.is_floating_point():
         return f"is {pixels.dtype} {list(pixels.shape)}, neither bytes nor floats [patches, values]"
+    if not pixels.shape[1]:  # a rank behind stage 0 gets the number of patches alone
+        return None
     if pixels.shape[1] != (needed := tokens.patch_values or pixels.shape[1]):
         return f"has patches of {pixels.shape[1]} values, and the tower reads {needed}"
     largest = float(pixels.abs().max())
