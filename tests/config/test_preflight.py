@@ -123,7 +123,6 @@ class Imports:
         if name == "torch":
             print(forkserver._forkserver._forkserver_pid is not None)
             sys.exit()
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 sys.meta_path.insert(0, Imports())
 from megatron_vlm.cli import main
 main(sys.argv[1:])
@@ -137,7 +136,6 @@ class Imports:
     def find_spec(self, name, *_):
         if name == at:
             os.kill(os.getpid(), int(number))
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 sys.meta_path.insert(0, Imports())
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """

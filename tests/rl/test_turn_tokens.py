@@ -114,7 +114,7 @@ def test_answers_of_gemma_that_are_cut(name, encoder):
     check_gemma(turns, folder, drawn, reply, **THINKING)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.engine("trl")
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_in_the_released_templates_of_gemma(name, encoder):
