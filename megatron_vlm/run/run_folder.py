@@ -88,8 +88,9 @@ class RunLock:
         folder, self.job.has_begun = Path(cfg.run), True
         with _explain_errors(cfg):
             write_mark(folder, self.run, kind="run", last_serial=self.last_serial)
-            names = *(folder / "checkpoints").glob("step-*.partial"), folder / "export.partial"
-            discard_partials([*names, folder / "merged.partial"], self.run)
+            exports = map(partial_of, (folder / "export", folder / "merged"))
+            checkpoints = (folder / "checkpoints").glob("step-*.partial")
+            discard_partials([*checkpoints, *exports], self.run)
             write_text(folder / "config.yaml", to_yaml(cfg))
 
 
@@ -190,7 +191,7 @@ def _run_mark(folder: Path) -> dict[str, Any] | None:
 
 def _claim(cfg: Config, job: JobLock) -> RunLock:
     folder, resume = Path(cfg.run), cfg.checkpoint.resume
-    mark, last = _run_mark(folder), last_serial(Path(cfg.run) / "checkpoints")
+    mark, last = _run_mark(folder), last_serial(folder / "checkpoints")
     if mark is not None and restarts():
         return RunLock(mark["run"], min(last, mark["last_serial"]), job)
     run = uuid.uuid4().hex if mark is None else mark["run"]
