@@ -387,11 +387,12 @@ def read_all_or_raise(path: str) -> int:
     raise DataError(f"{path}: wrong")
 
 
-def test_a_run_says_escapes_and_markup_as_text():
+def test_a_run_says_escapes_and_markup_as_text(tmp_path):
     out = io.StringIO()
-    log = RunLog(Config(), speaks=False, total_steps=1, console=Console(file=out, width=500))
-    log.speaks = True
+    console = Console(file=out, width=500)
+    log = RunLog(Config(run=str(tmp_path)), speaks=True, total_steps=1, console=console)
     log.event(0, f"{EVIL}: skipped")
+    log.close()
     assert out.getvalue() == f"{SHOWN}: skipped\n"
 
 

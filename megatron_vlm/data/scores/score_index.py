@@ -172,7 +172,7 @@ def check_scores(folder: str, top_k: int | None, temperature: float | None = Non
     return index
 
 
-def check_folder(folder: Path, index: ScoreIndex) -> Collection[str]:
+def prepare_folder(folder: Path, index: ScoreIndex) -> Collection[str]:
     """Prepare a folder for these scores, and return the files that it has already. A folder with
     scores of something else is refused."""
     if not folder.exists() or not any(folder.iterdir()):

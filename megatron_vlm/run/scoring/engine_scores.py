@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_vlm.config.schema import Config, EngineConfig
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.scores.score_file import RecordScore, supervised_positions
-from megatron_vlm.data.scores.score_index import check_folder
+from megatron_vlm.data.scores.score_index import prepare_folder
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.worker_processes import map_in_processes
@@ -73,7 +73,7 @@ def open_score_folder(cfg: Config, path: Path, settings: ScoreSettings) -> Score
         sets.append(OpenedSet(scored, data))
     weights = weights_digest(HFCheckpoint(folder_of(cfg.model.path, weights=True)).path)
     index = index_of(cfg, settings, weights, _precision(cfg), sets)
-    return ScoreFolder(path, index, sets, frozenset(check_folder(path, index)))
+    return ScoreFolder(path, index, sets, frozenset(prepare_folder(path, index)))
 
 
 def score_with_engines(

@@ -16,7 +16,7 @@ from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import Loader, Replica
 from megatron_vlm.data.batches.micro_batch import MicroBatch, RowPlace
 from megatron_vlm.data.scores.score_file import RecordScore
-from megatron_vlm.data.scores.score_index import ScoredSet, check_folder
+from megatron_vlm.data.scores.score_index import ScoredSet, prepare_folder
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import all_gather_bytes, broadcast_json
@@ -50,7 +50,7 @@ def open_scores_together(
     existing: Collection[str] = ()
     with fail_together(device, DataError):
         if is_first:
-            existing = check_folder(path, index)
+            existing = prepare_folder(path, index)
     present = broadcast_json(sorted(existing), 0, None, device)
     return ScoreFolder(path, index, sets, frozenset(present), is_writer=is_first)
 
