@@ -1,8 +1,7 @@
 """Gradients and scores of an objective over preferences, for a global batch.
 
-Most losses compare the answers of one example. Losses that sort all answers of the global batch,
-and KTO, which estimates a divergence from it, begin with a forward pass without gradients, and the
-replicas exchange one number for each answer.
+Most losses compare the answers of one example. Losses that sort all answers of the global batch
+take the two passes of GlobalRows, and KTO estimates a divergence in a pass of its own.
 
 Shapes: E examples, R rows of a micro-batch, N supervised tokens.
 """
@@ -21,10 +20,11 @@ from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import REJECTED, ROW_REFERENCE, MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
+from megatron_vlm.distributed.device import to_device
 from megatron_vlm.training.losses import LossFunction
 from megatron_vlm.training.reference import ReferenceModel, row_log_probs
 from megatron_vlm.training.row_losses import GLOBAL_LOSSES, LABEL_LOSSES, PAIR_LOSSES, Pairs
-from megatron_vlm.training.row_scores import score_targets
+from megatron_vlm.training.row_scores import GlobalRows, score_targets
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
@@ -112,25 +112,14 @@ class PreferenceObjective:
     def _with_surrogates(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the batches with the derivative of the losses over the global batch by the
         log-prob of each answer."""
-        sums = row_log_probs(self.worker, batches)
-        local = [
-            [sums_R.tolist(), batch.row_values.get(ROW_REFERENCE, sums_R[:0]).tolist()]
-            for batch, sums_R in zip(batches, sums, strict=True)
-            if batch.row_values is not None
-        ]
-        parts = self._gather(local)
-        flat = [pair for part in parts for pair in part]
-        sums_R = torch.tensor([v for values, _ in flat for v in values], dtype=torch.float64)
-        reference_R = torch.tensor([v for _, values in flat for v in values], dtype=torch.float64)
-        table_R2 = surrogates(self.cfg, sums_R, reference_R)
-        before = parts[: self.worker.grid.dp.rank]
-        start = sum(len(values) for part in before for values, _ in part)
-        extended = []
-        for batch in batches:
-            count = len(batch.rows)
-            extended.append(batch.with_row_values(surrogate=table_R2[start : start + count]))
-            start += count
-        return extended
+        device = self.worker.platform.device
+        values = []
+        for batch, sums_R in zip(batches, row_log_probs(self.worker, batches), strict=True):
+            of_reference = (batch.row_values or {}).get(ROW_REFERENCE, torch.zeros_like(sums_R))
+            values.append(to_device(torch.stack([sums_R, of_reference], dim=1), device))
+        rows = GlobalRows.gather(values, batches, self.worker.grid.dp.group)
+        table_T2 = surrogates(self.cfg, *rows.values_TH.cpu().unbind(1))
+        return rows.dealt("surrogate", table_T2, batches)
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the values of all replicas in order."""

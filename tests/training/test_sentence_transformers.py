@@ -21,7 +21,8 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.model_card import TrainingSummary, vllm_overrides
 from megatron_vlm.model.head import embedding_head
 from megatron_vlm.training.data_feed import Feeder
-from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective, gather_rows
+from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective
+from megatron_vlm.training.row_scores import GlobalRows
 from megatron_vlm.training.worker import MegatronWorker
 from tests.support.chats import picture
 from tests.support.comparison import check_worst, relative_errors
@@ -86,7 +87,8 @@ def our_step(path: str, cfg: Config, export: str) -> tuple[float, dict[str, Tens
     embeddings = torch.zeros(0)
     if worker.grid.is_last_stage:
         found = [each.embeddings_NH for each in outputs if each.embeddings_NH is not None]
-        embeddings = gather_rows(found, batch.micro_batches, worker.grid).values_TH
+        gathered = GlobalRows.gather(found, batch.micro_batches, worker.grid.dp.group)
+        embeddings = gathered.values_TH
     grads = collect_grads(worker)
     worker.export_hf(export, done=TrainingSummary(cfg, 1))
     return metrics.loss, grads, embeddings.clone()
