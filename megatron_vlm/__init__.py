@@ -1,7 +1,7 @@
 """megatron_vlm: fine-tune Qwen3-VL, Qwen3.5 and Gemma 4 on Megatron-Core, equal to Hugging Face at
 every layout.
 
-The public names are those of __init__.pyi. Each is imported from its module at its first use, so
+__init__.pyi lists the public names. Each is imported from its module at its first use, so
 `import megatron_vlm` loads neither torch nor Megatron.
 """
 

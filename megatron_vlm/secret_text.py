@@ -9,7 +9,7 @@ _SECRET = re.compile(
     r"|\w*(?:api|access|private|auth|signing)_?keys?|(?:\w*_)?(?:pwd|authorization|cookie)"
     r"|(?:\w*_)?(?:x_\w+_signature|(?:hf|hub|api|auth|access|bearer|refresh|id|bot|user)_?tokens)"
 )
-# Names of tokens and of fields, which end like those of secrets.
+# Names of tokens and of fields, which end like names of secrets.
 _PUBLIC = re.compile(
     r"(?:\w*_)?(?:[bec]o[sitda]|pad|unk|cls|sep|mask|image|video|audio|vision|media|special|start"
     r"|end|stop|per|split|first|last|next|positive|negative)_?token"

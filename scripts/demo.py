@@ -112,7 +112,7 @@ def compare(model, folder: Path, data: Path, run: Path) -> int:  # type: ignore[
 
 
 def write_colours(folder: Path) -> Path:
-    """Write one picture for each colour: a square that is larger than those of training."""
+    """Write one picture for each colour: a square that is larger than in training."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for name in COLOURS:

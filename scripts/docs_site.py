@@ -1,7 +1,7 @@
 """Hooks of mkdocs, which builds the site from the pages of the repository.
 
 README.md becomes the first page. Pages at the top and in docs/ link to each other by their places
-in the repository, which are not those of the site.
+in the repository, which differ from their places on the site.
 
 The site also has llms.txt, a list of its pages and of the skills for language models, and each of
 them as Markdown.

@@ -49,10 +49,10 @@ QWEN3_5 = {
     "Qwen3.5-9B": (32, 4096, 12288, 16, 4, 32, False, _TOWER),
     "Qwen3.5-27B": (64, 5120, 17408, 24, 4, 48, False, _TOWER),
 }
-# Layers, width, experts, those of a token, width of an expert, heads, value heads of the delta
+# Layers, width, experts, experts of a token, width of an expert, heads, value heads of the delta
 # nets. Qwen3.6-35B-A3B has these sizes as well.
 QWEN3_5_WITH_EXPERTS = {"Qwen3.5-35B-A3B": (40, 2048, 256, 8, 512, 16, 32)}
-# Layers, width, width of the MLP, heads, heads of keys and values, those of full attention,
+# Layers, width, width of the MLP, heads, heads of keys and values, such heads of full attention,
 # experts. Each token goes to 8 experts of a width of 704.
 GEMMA4 = {
     "Gemma 4 31B": (60, 5376, 21504, 32, 16, 4, 0),

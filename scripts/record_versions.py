@@ -2,8 +2,8 @@
 
     .venv-newest/bin/python scripts/record_versions.py newest .venv-newest/results.xml
 
-The versions are those of the environment whose Python runs this script, and the results those that
-pytest wrote (--junitxml). The section is the one between the marks of that name.
+The versions belong to the environment whose Python runs this script, and pytest wrote the results
+(--junitxml). The section is the one between the marks of that name.
 """
 
 import argparse

@@ -78,7 +78,7 @@ def violated_range(kind: Any, value: Any) -> Range | None:
 
 
 def ranges_of(kind: Any) -> Iterator[Range]:
-    """Yield the ranges in a type, those of its parts included."""
+    """Yield the ranges in a type and its parts."""
     if isinstance(kind, Range):
         yield kind
     for part in get_args(kind):

@@ -1,4 +1,4 @@
-"""Checks of `megatron-vlm train`, `rl` and `serve`, in addition to those of every configuration."""
+"""Checks of `megatron-vlm train`, `rl` and `serve`, in addition to every configuration's."""
 
 from pathlib import Path
 

@@ -24,7 +24,7 @@ class OptimizerSpec:
     title: str  # for people
     state_names: tuple[str, ...]  # states of each weight
     states: str  # type of the states, a value of optim.states
-    # States of each weight of a matrix (hf/matrices.py); (): those of all weights.
+    # States of each weight of a matrix (hf/matrices.py); (): as for all weights.
     matrix_state_names: tuple[str, ...] = ()
     # What a step may set instead of the configured settings, in addition to the learning rate.
     step_settings: tuple[str, ...] = ADAM_SETTINGS
@@ -51,7 +51,7 @@ def optimizer_spec(optim: OptimConfig) -> OptimizerSpec:
 
 
 # For each optim.name: its title, the states of matrices, and what a step may set. A step of Muon
-# sets nothing: the settings of AdamStep are those of AdamW alone.
+# sets nothing: the settings of AdamStep are AdamW's alone.
 _OPTIMIZERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "adamw": ("AdamW", (), ADAM_SETTINGS),
     "muon": (

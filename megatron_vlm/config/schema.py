@@ -110,7 +110,7 @@ def _as_typed(settings: Any) -> str:
 
 @dataclass(frozen=True, repr=False)
 class VideoLimits:
-    """Settings of videos that replace those of the checkpoint; null: as in the checkpoint."""
+    """Video settings that replace the checkpoint's; null: as in the checkpoint."""
 
     fps: AboveZero32 | None = None  # frames sampled per second
     min_frames: Natural | None = None  # minimum frames of a video

@@ -27,7 +27,7 @@ def teachers_of(cfg: Config | None) -> dict[str, str]:
 
 
 def teacher_checkpoints(cfg: Config | None) -> dict[str, str]:
-    """Return those of `teachers_of` that are checkpoints."""
+    """Return the members of `teachers_of` that are checkpoints."""
     return {source: path for source, path in teachers_of(cfg).items() if path != SELF}
 
 

@@ -25,7 +25,7 @@ _ELSEWHERE = {
 def check_used(
     cfg: Config, command: str, overrides: Sequence[str], file: ConfigFile | None
 ) -> str | None:
-    """Refuse keys of the command line that have no effect. Return a remark on those of a file,
+    """Refuse keys of the command line that have no effect. Return a remark on a file's keys,
     which may serve several commands. A value such as false or null is no mistake: it switches off,
     and data.eval=null does so for all evaluations."""
     given = dict(word.lstrip("+").partition("=")[::2] for word in overrides if word[0] != "~")

@@ -198,5 +198,5 @@ def _check_entries(
 
 def count_offloaded(share: float, layers: int) -> int:
     """Return the number of a chunk's layers whose activations are offloaded: the first ones,
-    because the backward needs those of the last layers soonest."""
+    because the backward needs the last layers' soonest."""
     return math.ceil(round(share * layers, 6))

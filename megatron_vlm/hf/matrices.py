@@ -134,7 +134,7 @@ class Matrix:
 
 
 def is_of_matrices(tensor: TensorSpec) -> bool:
-    """Return whether a tensor is a matrix, or consists of those of experts."""
+    """Return whether a tensor is a matrix, or consists of experts' matrices."""
     if tensor.part in (Part.embed, Part.head) or tensor.is_table:
         return False
     dimensions = 3 if OF_EXPERTS in tensor.name else 2
@@ -155,8 +155,8 @@ def matrices_of(tensor: TensorSpec, experts: Sequence[int] = ()) -> list[Matrix]
 
 
 def matrix_blocks(tensor: TensorSpec, blocks: Sequence[RowBlock]) -> Iterator[RowBlock]:
-    """Yield the blocks of a tensor's matrices among those of a rank's part of a parameter. The rows
-    of experts are whole experts, and those of their matrices are rows of these."""
+    """Yield the blocks of a tensor's matrices among the blocks of a rank's part of a parameter. A
+    row of an experts' tensor is a whole expert, and a matrix row is a row in it."""
     of_tensor = [block for block in blocks if block.name == tensor.name]
     if OF_EXPERTS not in tensor.name:
         yield from of_tensor

@@ -1,5 +1,5 @@
 """A folder in TMPDIR for the files that a process writes for itself alone. It is removed with the
-process; those of killed processes are removed when the next one makes its own. Sockets are there,
+process; a killed process's folder is removed when the next one makes its own. Sockets are there,
 too, unless its name is too long for them.
 
 A lock tells whether a folder's process is alive. Process ids do not: they are reused, and

@@ -221,7 +221,7 @@ def _slice_of(whole: Tensor, _: str, spans: Sequence[Span]) -> Tensor:
 def initial_values(
     cfg: Config, weights: Sequence[TensorSpec], source: HFCheckpoint
 ) -> Callable[[TensorSpec, str], Tensor | None]:
-    """Return the initial values: those of lora.path, or PEFT's own initialisation. A is random and
+    """Return the initial values, from lora.path or by PEFT's own initialisation. A is random and
     B is zero; the numbers are the same in every layout."""
     lora, seed = cfg.lora, cfg.train.seed
     if lora.path is not None:

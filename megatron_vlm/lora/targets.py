@@ -40,7 +40,7 @@ _SHOWN = 8  # maximum number of names in an error
 
 @dataclass(frozen=True)
 class HFLinear:
-    """Linear layer of Hugging Face, or those of all experts, in one of our linear layers."""
+    """Linear layer of Hugging Face, or all experts' layers, in one of our linear layers."""
 
     base: TensorSpec  # its weight
     adapted: bool

@@ -105,8 +105,8 @@ def hits_head(hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOu
 def lumped_head(
     hidden_NH: Tensor, layer: OutputLayer, targets: Targets, temperature: float = 1.0
 ) -> HeadOutput:
-    """Return the log-probs of the targets, one at each place, and at a temperature those of a
-    teacher's tokens and of all others together."""
+    """Return the log-probs of the targets, one at each place, and at a temperature the log-probs
+    of a teacher's tokens and of all others together."""
     ids_NJ = targets.teacher_ids_NJ
     if ids_NJ is None:  # without supervised places, as in a filler
         ids_NJ = targets.ids_M.new_zeros(0, 1)

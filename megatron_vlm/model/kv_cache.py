@@ -26,7 +26,7 @@ class KVCache:
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device):
-        self.lengths = list(lengths)  # tokens of each row, including those of the current pass
+        self.lengths = list(lengths)  # tokens of each row, including the current pass
         self.device = device
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values [B, T, G, D]
         # States of layers with linear attention: the newest inputs of the convolution [B, W, C] and

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LayerPart:
-    """Builder of a part of a decoder layer. 0.16.1 reads `module` and `params`, as those of a
+    """Builder of a part of a decoder layer. 0.16.1 reads `module` and `params`, as in a
     ModuleSpec, and 0.19 calls it. A real ModuleSpec makes either of them warn about an MLP that is
     not its own."""
 

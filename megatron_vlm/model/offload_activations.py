@@ -69,7 +69,7 @@ class _Layer:
         self.is_requested = True
 
     def fetch(self) -> None:
-        """Let the device have the storages, and request those of the layer before, at the first
+        """Let the device have the storages, and request the layer's before it, at the first
         tensor that the layer's backward needs."""
         if self.is_fetched:
             return
@@ -147,7 +147,7 @@ class ActivationOffload:
             self.open_pass.take(node._raw_saved_tensors[0])
 
     def leave(self, layer: _Layer | None) -> None:
-        """Forget the storages of the layer that left before, and copy those of this one."""
+        """Forget the storages of the layer that left before, and copy this layer's."""
         if self.leaving is not None:
             self.leaving[0].forget()
         self.leaving = None if layer is None else (layer, layer.store())

@@ -58,7 +58,7 @@ def build_rotary(text: TextSizes, device: torch.device, dtype: torch.dtype | Non
 
 
 def rotary_spans(text: TextSizes) -> dict[Attention, tuple[int, int]]:
-    """Return where the cos and sin of each kind of attention are among those of all."""
+    """Return where the cos and sin of each kind of attention are in the joint table."""
     spans: dict[Attention, tuple[int, int]] = {}
     start = 0
     for each in text.attentions:

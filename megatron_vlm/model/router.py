@@ -80,7 +80,7 @@ class Routing:
     given: dict[int, Tensor] = field(default_factory=dict)  # [N, K], any integers
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
     counts: dict[int, Counts] = field(default_factory=dict)
-    # Tokens whose experts are given, and those of them that the router would send elsewhere.
+    # Tokens whose experts are given, and how many of them the router would send elsewhere.
     rerouted: dict[int, Tensor] = field(default_factory=dict)  # [2]
     losses: RouterLosses | None = None  # losses that the routers add
 
@@ -110,7 +110,7 @@ def route(
     hidden_NH: Tensor, weight_EH: Tensor, top_k: int, routing: Routing, layer: int
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each token [N, K] and their weights, which add up to 1. As in
-    transformers, probabilities over all experts are in fp32, and those of the chosen ones are then
+    transformers, probabilities over all experts are in fp32, and the chosen experts' are then
     normalised."""
     logits_NE = F.linear(hidden_NH, weight_EH)
     probs_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float)

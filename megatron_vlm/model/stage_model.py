@@ -90,8 +90,8 @@ class StageModel(GPTModel):
     ) -> Tensor | HeadOutput:
         """Return the input of the next stage; on the last stage return logits, or with labels what
         `head` computes at the supervised positions, which are log-probs by default. labels[b, s] is
-        the target of position s. The logits are those of all positions [B, S, V], or [N, V] of
-        those that a loss_mask [B, S] picks.
+        the target of position s. The logits are for all positions [B, S, V], or [N, V] for the
+        positions that a loss_mask [B, S] picks.
 
         A caller that knows these values on the host passes them from there, so that the host does
         not wait for the device: `visuals` from `plan_visuals` in place of the grids; on each stage,

@@ -40,8 +40,8 @@ class UnscaledSelfAttention(MegatronModule):
         tokens: Tokens,
         **_: Any,
     ):
-        """Create it with unset weights. `rotary_span` is where its cos and sin are among those of
-        all kinds of attention."""
+        """Create it with unset weights. `rotary_span` is where its cos and sin are in the joint
+        table."""
         super().__init__(config=config)
         self.sizes, self.span, self.tokens, tp = sizes, rotary_span, tokens, pg_collection.tp
         self.groups = sizes.kv_heads // tp.size()

@@ -183,7 +183,7 @@ def _head(layout: ModelLayout, work: WorkModel, batch: BatchSizes) -> StepCost:
 
 
 def accumulate(values: int, itemsize: int) -> OpCount:
-    """Return the cost of adding the gradients of a backward to those of the step, in fp32."""
+    """Return the cost of adding a backward's gradients to the step's, in fp32."""
     return OpCount(moved=values * (2 * itemsize + 2 * _FP32))
 
 

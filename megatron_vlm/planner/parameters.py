@@ -17,7 +17,7 @@ from megatron_vlm.hf.weight_map import Entry, Origin, name_table
 from megatron_vlm.lora.targets import adapted_linears, adapted_specs, adapter_entries, find_misfit
 from megatron_vlm.planner.layout import ModelLayout
 
-# These constants are those of megatron-core 0.16.1, _ParamAndGradBuffer and
+# These constants come from megatron-core 0.16.1, _ParamAndGradBuffer and
 # DistributedDataParallel.
 _PARAM_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128

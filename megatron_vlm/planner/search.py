@@ -103,8 +103,8 @@ def _options(
 
 
 def _first_split(cfg: Config, pp: int, layers: int) -> tuple[int, ...] | None:
-    """Return the layers of each stage with which a search begins, or None if those of the
-    configuration stay and belong to another number of stages."""
+    """Return the layers of each stage with which a search begins, or None if the
+    configuration's stay and belong to another number of stages."""
     given = cfg.parallel.layers_per_stage
     if _is_split_free(cfg) or not isinstance(given, list):
         return even_split(pp, layers)

@@ -124,7 +124,7 @@ def is_due(
     is_default_over: bool = False,
 ) -> bool:
     """Return whether an interval such as eval.every ends with a step, which took the samples
-    between two positions. `samples`: those of an epoch; `is_default_over`: for no interval. An
+    between two positions. `samples`: an epoch's; `is_default_over`: for no interval. An
     interval in epochs ends with the step that takes its last sample, and no step crosses epochs."""
     if every is None:
         return is_default_over

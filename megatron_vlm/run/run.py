@@ -237,7 +237,7 @@ class Run:
                 write_predictions(Path(self.cfg.run) / "predictions", done, step=step)
                 if place == 0:
                     Examples(done.name, step, tuple(done.examples)).write(Path(self.cfg.run))
-        for name, scores in rewards.items():  # those of sets whose loss is not measured
+        for name, scores in rewards.items():  # sets whose loss is not measured
             self._record_scores(name, scores)
         self.meter.skip()
 

@@ -43,7 +43,7 @@ def saved_config(folder: Path) -> Config | None:
 def with_model(cfg: Config, weights: bool = True, saved: Config | None = None) -> Config:
     """Return the configuration with the commits in model.path and teacher.path, where these name
     models on the Hub. They are the newest commits when the run begins, and the same ones whenever
-    the run starts again: those of `saved`."""
+    the run starts again, from `saved`."""
     path = cfg.model.path
     if (name := hub_name(path)) is not None and not name.commit:
         before = None if saved is None else hub_name(saved.model.path)

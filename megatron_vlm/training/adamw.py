@@ -2,7 +2,7 @@
 
 The second moment changes by a small share of itself in a step: by 1 - beta2, a thousandth. Rounding
 to the nearest value would undo that, because neighbouring values of bf16 are 0.4 % to 0.8 % apart,
-and those of 8 bits more. So it is rounded up or down at random, with the value itself as its mean.
+and 8-bit values more. So it is rounded up or down at random, with the value itself as its mean.
 The random numbers are a function of the step and of the place in the tensor, so that copies of a
 weight stay equal and a run can be repeated. The first moment changes by a tenth, and is rounded to
 the nearest value, which loses less.
@@ -158,7 +158,7 @@ def noise_of(start: int, count: int, step: int, device: torch.device) -> Tensor:
 
 def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
     """Return the values in bf16, each rounded up if its remainder is above its noise."""
-    lost_bits = 16  # those of fp32 that bf16 lacks
+    lost_bits = 16  # bf16 lacks these bits of fp32
     bits = values.contiguous().view(torch.int32) + (noise * 2**lost_bits).int()
     return ((bits >> lost_bits) << lost_bits).view(torch.float32).to(torch.bfloat16)
 

@@ -21,8 +21,8 @@ from megatron_vlm.training.pipeline import ForwardStep, Stage
 from megatron_vlm.training.router_losses import RouterTerms
 from megatron_vlm.training.row_scores import gather_targets, rows_by_place
 
-# The gradients of this rank live from one step of the optimizer to the next. They are those of one
-# call, or the sum of several calls.
+# The gradients of this rank live from one step of the optimizer to the next. They come from one
+# call, or are the sum of several.
 #
 # Megatron ends every backward with operations that must run only once: it reduces the buffers over
 # the replicas, adds up tied embeddings over the stages, and divides. So the gradients of earlier
@@ -41,8 +41,8 @@ class Gradients:
     @contextmanager
     def of_call(self, add: bool) -> Iterator[None]:
         """Run a backward over empty buffers. In the end they hold its gradients, and with `add`
-        also those of earlier calls. After an error they hold those of the earlier calls with `add`,
-        and are empty without it."""
+        also earlier calls'. After an error they hold the earlier calls' with `add`, and are empty
+        without it."""
         add = add and self.some
         earlier = [part.clone() for part in self._reduced_parts()] if add else []
         earlier_micro_batches = self.micro_batches
@@ -183,7 +183,7 @@ class Backward:
 
 
 def run_backward(request: Backward) -> StepMetrics:
-    """Run the request. A collective. After an error the gradients are those of earlier calls."""
+    """Run the request. A collective. After an error the gradients are the earlier calls'."""
     with request.computing():
         step = request.forward_step()
         outputs = request.stage.run(request.batches, step, forward_only=False)

@@ -1,6 +1,6 @@
 """Expert routing of tokens, as batches specify it and as it is returned.
 
-Shapes: S tokens of a row, T those of all rows of a micro-batch, L decoder layers with experts, K
+Shapes: S tokens of a row, T tokens of all rows of a micro-batch, L decoder layers with experts, K
 experts of a token.
 """
 

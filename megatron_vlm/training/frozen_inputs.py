@@ -63,9 +63,9 @@ def changed_inputs(
     now: Mapping[str, FrozenInput],
     remedy: str = "",
 ) -> list[str]:
-    """Return the inputs that are others than those of a checkpoint because their keys name other
-    files. Refuse one whose files have changed in their place. An input that a former version
-    did not have is not compared."""
+    """Return the inputs that differ from a checkpoint's because their keys name other files. Refuse
+    one whose files have changed in their place. An input that a former version did not have is not
+    compared."""
     changed = []
     for key, found in now.items():
         saved = before.get(key, found)

@@ -33,7 +33,7 @@ def sample(
     an answer cannot be trained on. Stop strings are searched in the text that `texts` decodes.
 
     All ranks of a replica pass the same prompts and get the same answers. Replicas may pass
-    different prompts, or none. The other arguments are those of Decoder.
+    different prompts, or none. The other arguments are Decoder's.
     """
     if settings.temperature > 0 and (seeds is None or len(seeds) != len(prompts)):
         raise ConfigError(

@@ -8,7 +8,7 @@
 and select it by name: `worker.forward_backward(batch, loss="reinforce", scale=0.5)`. Its positional
 parameters after the first are values of each token, which a Row has in `values_S` and a TensorBatch
 in fields of these names (without _N); `sequences_N` is the row of each token. Its keyword
-parameters are options, which are numbers with a default, as are those of `Objective`. It returns
+parameters are options, which are numbers with a default, as for `Objective`. It returns
 the loss of each token and the values to report of each token. Both are summed, and divided once by
 the number of supervised tokens of the global batch. If rows have `loss_weights_S`, the loss of each
 token is multiplied by its weight, and the sum is divided by the sum of all weights instead. A

@@ -1,5 +1,5 @@
 """forward_backward of several models in one pass through the pipeline. While the last micro-batches
-of a model leave it, those of the next model enter, so the pipeline fills only once.
+of a model leave it, the next model's enter, so the pipeline fills only once.
 
 Every model computes with its own chunks, its own loss and its own token count, in the same order as
 alone. Its gradients are therefore the same, bit for bit.
@@ -49,7 +49,7 @@ class MultiModelChunk(nn.Module):
 
 def run_together(requests: Sequence[Backward]) -> list[StepMetrics]:
     """Run the requests, of different models with one layout. A collective. After an error all
-    gradients are those of earlier calls."""
+    gradients are the earlier calls'."""
     with ExitStack() as calls:
         for request in requests:
             calls.enter_context(request.computing())
@@ -109,7 +109,7 @@ def _outputs(
 def _in_a_row(
     stages: Sequence[Stage], batches: Sequence[Sequence[MicroBatch]]
 ) -> tuple[list[Item], list[int]]:
-    """Join the micro-batches of all models, and return where those of each begin. Replicas that
+    """Join the micro-batches of all models, and return where each model's begin. Replicas that
     share experts have the same model at the same place, so those with fewer micro-batches add
     fillers."""
     items: list[Item] = []

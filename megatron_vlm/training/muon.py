@@ -1,6 +1,6 @@
 """Muon for matrices, and AdamW for everything else.
 
-The matrices are those of the checkpoint (hf/matrices.py). Their momentum lies where AdamW's would,
+The matrices are the checkpoint's (hf/matrices.py). Their momentum lies where AdamW's would,
 on the flat part of a parameter that this rank's optimizer updates. The update of a matrix is
 gathered on one rank, which orthogonalises it and sends the result back to the ranks that hold a
 part (matrix_exchange.py). So no rank repeats what another one does, and none keeps a whole

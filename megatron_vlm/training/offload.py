@@ -84,7 +84,7 @@ def offload_optimizer(
             each.main.data = each.model_part.float().view_as(each.main)
         starts = {each.main: each.start for each in weights if each.main not in mains}
         chained.optimizer = OffloadedAdamW(chained.optimizer, starts, offloaded, spec)
-        # Megatron would copy all main weights to the model. The step copies those of the host.
+        # Megatron would copy all main weights to the model. The step copies the host's.
         chained._copy_main_params_to_model_params = partial(_copy_to_model, rounded)
 
 
@@ -103,7 +103,7 @@ class OffloadedAdamW(SplitOptimizer):
         offloaded: Sequence[MainWeight],
         spec: OptimizerSpec,
     ):
-        """Divide the parameters of Megatron's optimizer. `starts` has those of the device, with
+        """Divide the parameters of Megatron's optimizer. `starts` has the device's, with
         their offset in the whole parameter."""
         groups: list[dict[str, Any]] = megatrons.param_groups
         on_device = groups_with(groups, {each: each for each in starts})

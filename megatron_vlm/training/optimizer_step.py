@@ -54,7 +54,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         members: Sequence[torch.optim.Optimizer],
         offloaded: Mapping[Tensor, Tensor] | None = None,
     ):
-        """Combine optimizers whose groups are those of `groups` with a part of the parameters."""
+        """Combine optimizers whose groups are `groups` with a part of the parameters."""
         super().__init__([{"params": []}], {})
         self.param_groups = list(groups)
         self.members = tuple(members)
@@ -76,7 +76,7 @@ class SplitOptimizer(torch.optim.Optimizer):
 
 
 def groups_with(groups: Sequence[dict[str, Any]], params: Mapping[Tensor, Tensor]) -> list[Any]:
-    """Return the groups with those of their parameters that are among these, each replaced."""
+    """Return the groups with their parameters among these, each replaced."""
     return [
         {**group, "params": [params[each] for each in group["params"] if each in params]}
         for group in groups

@@ -210,8 +210,8 @@ def _label_loss(cfg: Config, kl: float) -> LossFunction:
 
 
 def finished_figures(means: Figures, cfg: Config) -> Figures:
-    """Return the figures that are reported. Those of labelled answers, which are means over
-    examples, become means over the answers with that label."""
+    """Return the reported figures. For labelled answers, means over examples become means over
+    the answers with that label."""
     if spec_of(cfg).records == "pair":
         return means
     means = dict(means)

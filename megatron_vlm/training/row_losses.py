@@ -22,7 +22,7 @@ from megatron_vlm.training.stage_inputs import RowInputs
 
 @dataclass(frozen=True)
 class Pairs:
-    """The chosen and the rejected answer of each pair: log-probs, those of the reference model, and
+    """The chosen and the rejected answer of each pair: log-probs, the reference model's, and
     numbers of tokens. Without a reference, its log-probs are zero."""
 
     chosen_E: Tensor
@@ -43,8 +43,8 @@ class Pairs:
 
     @staticmethod
     def from_sums(sums_R: Tensor, reference_R: Tensor, counts_R: Tensor) -> "Pairs":
-        """Return the pairs of chosen and rejected answers in turn, from their log-probs, those of
-        the reference, and their numbers of tokens."""
+        """Return the pairs of chosen and rejected answers in turn, from their log-probs, the
+        reference's, and their numbers of tokens."""
         fields = (each_R.view(-1, 2).unbind(1) for each_R in (sums_R, reference_R, counts_R))
         return Pairs(*chain.from_iterable(fields))
 
@@ -159,7 +159,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
 
 def aot(pairs: Pairs, p: PreferenceConfig) -> Tensor:
     """Return the loss of alignment via optimal transport over all pairs of a global batch: margins
-    and those of the reference are compared in the order of their size."""
+    and the reference's margins are compared in the order of their size."""
     margins, _ = torch.sort(pairs.chosen_E - pairs.rejected_E)
     of_reference, _ = torch.sort(pairs.ref_chosen_E - pairs.ref_rejected_E)
     return _smoothed(p.beta * (margins - of_reference), p.label_smoothing)
@@ -208,7 +208,7 @@ _QUERIES_AT_ONCE = 1024  # bounds the memory of their similarities to all docume
 
 @dataclass(frozen=True)
 class RetrievalRows:
-    """Rows of a global batch. Those of a record are a query, its positive, and its negatives."""
+    """Rows of a global batch. A record's rows are a query, its positive, and its negatives."""
 
     query_A: Tensor  # row of each query
     document_D: Tensor  # row of each document

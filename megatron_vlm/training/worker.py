@@ -190,14 +190,14 @@ class MegatronWorker:
         losses, their options and the values of each token that they read, see training/losses.py.
         With a `divisor`, which is the same on all ranks, the summed loss is divided by it, and not
         by the sum of the weights of the supervised tokens. With `accumulate` the gradients are
-        added to those of the calls since the last optim_step; after an error these are unchanged.
+        added to earlier calls' since the last optim_step; after an error these are unchanged.
         """
         call = LossCall(return_per_token_outputs, loss, divisor, accumulate, options)
         return run_backward(self.backward(batch, call))
 
     def backward(self, batch: Batch, call: LossCall) -> Backward:
-        """Check and prepare a forward_backward: for run_backward, or with those of other workers of
-        the same base for run_together."""
+        """Check and prepare a forward_backward: for run_backward, or with other workers of the
+        same base for run_together."""
         assert self.gradients is not None, "made without training"
         check_divisor(call.divisor)
         objective = Objective.create(call.loss, call.options)

@@ -29,7 +29,7 @@ class Environment(Protocol):
     same state with them. Both methods may be coroutines."""
 
     def reset(self, record: Mapping[str, Any]) -> Opening | Awaitable[Opening]:
-        """Return the first messages, or None for those of the record."""
+        """Return the first messages, or None for the record's."""
 
     def step(self, answer: str) -> EnvStep | Awaitable[EnvStep]:
         """Return the response to an answer."""

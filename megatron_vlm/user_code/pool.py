@@ -92,8 +92,8 @@ class RewardPool:
     def begin(
         self, episode: int, record: Mapping[str, Any], where: str
     ) -> "Future[Sequence[Message] | None]":
-        """Begin an episode with this number, and return its first messages, or None for those of
-        the record. `where`: the record's name in error messages."""
+        """Begin an episode with this number, and return its first messages, or None for the
+        record's. `where`: the record's name in error messages."""
         return self._do(self._begin(episode, record, where))
 
     def step(self, episode: int, answer: str) -> "Future[EnvStep]":

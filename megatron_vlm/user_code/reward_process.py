@@ -31,7 +31,7 @@ _LAST_S = 2.0  # seconds to read the last answers of a process that has ended
 
 class RewardCallError(Exception):
     """Error in a user's code. The text is the end of a sentence that begins with the code's name.
-    `fields` are those of the process's own error, if it has sent one."""
+    `fields` describe the process's own error, if it has sent one."""
 
     def __init__(self, text: str, fields: dict[str, Any] | None = None):
         super().__init__(text)

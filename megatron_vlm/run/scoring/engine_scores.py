@@ -130,7 +130,7 @@ def _score_files(
     opened: OpenedSet,
     files: Sequence[MissingFile],
 ) -> Iterator[ScoredFile]:
-    """Yield the records of neighbouring files. `errors` gets those of records that are left out."""
+    """Yield the records of neighbouring files. `errors` gets the errors of skipped records."""
     data = opened.data
     assert data is not None
     numbers = range(files[0].start, files[-1].end)
