@@ -14,11 +14,15 @@ from megatron_vlm.config.schema import OWN, Config, EngineConfig
 from megatron_vlm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megatron_vlm.engines.own import Ranks
     from megatron_vlm.engines.sampler import Engine
 
 GROUP = "megatron_vlm.engines"
 DEFAULT_ENGINE = "vllm"  # engine of a command's --engine, unless engine.name has another
-_BUILT_IN = (EntryPoint(DEFAULT_ENGINE, "megatron_vlm.engines.vllm:VLLM", GROUP),)
+_BUILT_IN = (
+    EntryPoint(OWN, f"{__name__}:OWN_DECODER", GROUP),
+    EntryPoint(DEFAULT_ENGINE, "megatron_vlm.engines.vllm:VLLM", GROUP),
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class EngineSettings:
     reserves_media: bool = True  # whether memory is kept for the largest pictures
     memory_share: float | None = None  # share of a GPU that the trainer uses as well; null: its own
     routing_layers: Sequence[int] = ()  # layers whose experts completions have
+    ranks: "Ranks | None" = None  # the ranks, for the engine that draws on them
 
     @staticmethod
     def from_config(cfg: EngineConfig, folder: str, **more: Any) -> "EngineSettings":
@@ -65,13 +70,24 @@ class EngineKind:
     min_temperature: float = 0.0  # lowest temperature above 0
     has_schemas: bool = False  # whether answers may be held to a JSON schema
     has_routing: bool = False  # whether completions may have the experts of their tokens
+    on_ranks: bool = False  # whether it is the ranks, with the weights that they have
+
+
+async def _start_own(settings: EngineSettings) -> "Engine":
+    from megatron_vlm.engines.own import OwnEngine
+
+    assert settings.ranks is not None
+    return OwnEngine(settings.ranks)
+
+
+OWN_DECODER = EngineKind(_start_own, lambda python, key: "the trainer's own decoder", on_ranks=True)
 
 
 def engine_kind(name: str, key: str = "engine.name") -> EngineKind:
     """Return the engine of this name."""
     known = {each.name: each for each in (*_BUILT_IN, *entry_points(group=GROUP))}
     if name not in known:
-        raise ConfigError(key=key, found=name, allowed=(OWN, *known))
+        raise ConfigError(key=key, found=name, allowed=tuple(known))
     kind: EngineKind = known[name].load()
     return kind
 
@@ -151,7 +167,7 @@ def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
 
 
 def _has_routing(name: str) -> bool:
-    return name != OWN and engine_kind(name).has_routing
+    return engine_kind(name).has_routing
 
 
 def check_python(cfg: Config, kind: EngineKind, needed_by: str) -> None:

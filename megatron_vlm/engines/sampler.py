@@ -66,6 +66,7 @@ class Capacity:
     samples: int  # prompts in progress, more than it draws at a time
     scores: int  # rows that it scores
     adapters: int = 1  # different adapters that prompts in progress may name
+    in_rounds: bool = False  # whether it draws the prompts together that come together
 
 
 class Engine(Sampler, Protocol):

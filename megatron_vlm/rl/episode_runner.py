@@ -181,7 +181,7 @@ class EpisodeRunner:
                 episode.cut = True
                 break
         self.reward_pool.end(episode.number)
-        queue.leave()
+        await queue.leave()
 
     def _check_routing(self, episode: Episode, answer: Completion) -> None:
         """Refuse experts of an engine that the model does not have."""

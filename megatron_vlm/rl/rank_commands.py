@@ -2,8 +2,10 @@
 rewards and the environments; all ranks sample and train."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
@@ -11,11 +13,15 @@ from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.distributed.agreement import Signals
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.error_json import error_from_json, error_to_json
-from megatron_vlm.distributed.rank0 import CommandChannel
+from megatron_vlm.distributed.rank0 import SIGNAL_POLL_S, CommandChannel
+from megatron_vlm.engines.own import AskedPrompt
 from megatron_vlm.engines.sampler import SamplerError
 from megatron_vlm.errors import DataError
-from megatron_vlm.rl.completion_requests import AskedPrompt
 from megatron_vlm.training.worker import MegatronWorker
+
+T = TypeVar("T")
+Completions = list[list[Completion]]
+Round = tuple[Sequence[AskedPrompt], Future[Completions]]
 
 
 class RankCommands:
@@ -32,18 +38,39 @@ class RankCommands:
             lambda method, arguments: methods[method](*arguments),
             TensorBatch,
         )
-        self.wait = self.channel.wait  # on rank 0, often, while it waits for a reward or an engine
+        self.wait = self.channel.wait  # on rank 0, often, while it waits for something else
+        self.rounds: SimpleQueue[Round | None] = SimpleQueue()
 
-    def draw(
-        self, prompts: Sequence[AskedPrompt], settings: SamplingSettings
-    ) -> list[list[Completion]]:
-        """Draw answers with the trainer's own decoder on all ranks. Call it on rank 0."""
+    def draw_soon(self, asked: Sequence[AskedPrompt]) -> Future[Completions]:
+        """Draw answers with the trainer's own decoder on all ranks, during `result_of`. Call it
+        from any thread of rank 0. All prompts have the same settings."""
+        assert len({each.settings for each in asked}) == 1
+        drawn: Future[Completions] = Future()
+        self.rounds.put((asked, drawn))
+        return drawn
+
+    def result_of(self, work: Future[T]) -> T:
+        """Return the result of work in another thread. Meanwhile draw the rounds that it asks for,
+        and keep contact with the other ranks. Call it on rank 0."""
+        work.add_done_callback(lambda _: self.rounds.put(None))
+        while not work.done():
+            try:
+                if (asked := self.rounds.get(timeout=SIGNAL_POLL_S)) is not None:
+                    prompts, drawn = asked
+                    drawn.set_result(self._draw_round(prompts))
+            except Empty:
+                pass
+            self.wait()
+        return work.result()
+
+    def _draw_round(self, prompts: Sequence[AskedPrompt]) -> Completions:
         by_place: dict[int, list[Completion]] = {}
         for n in sorted({len(each.seeds) for each in prompts}):
             places = [place for place, each in enumerate(prompts) if len(each.seeds) == n]
             seeds = [prompts[place].seeds[0] for place in places]
             batch = batch_of([prompts[place].prompt for place in places])
-            answers = self.channel.call("draw", batch, asdict(settings), n, seeds)
+            settings = asdict(prompts[places[0]].settings)
+            answers = self.channel.call("draw", batch, settings, n, seeds)
             by_place |= zip(places, answers, strict=True)
         return [by_place[place] for place in range(len(prompts))]
 
@@ -63,7 +90,7 @@ class RankCommands:
 
     def _draw(
         self, batch: TensorBatch, settings: dict[str, Any], n: int, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
+    ) -> Completions:
         """Draw the answers, each replica those of its own prompts. This is a collective."""
         grid, dims, rows = self.worker.grid, self.worker.dims, rows_of(batch)
         local_places = range(grid.dp.rank, len(rows), grid.dp.size)

@@ -1,4 +1,4 @@
-"""Rollouts of each step: the choice of prompts, and the sampler that draws the answers."""
+"""Rollouts of each step: the choice of prompts, and the engine that draws the answers."""
 
 import asyncio
 import json
@@ -8,14 +8,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, Handle
-from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
-from megatron_vlm.distributed.rank0 import HEARTBEAT_S, result_of
+from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.engines.engine_thread import EngineThread
-from megatron_vlm.rl.completion_requests import CompletionQueue, Drawn, EngineQueue, LockstepQueue
+from megatron_vlm.rl.completion_requests import CompletionQueue, Drawn
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.rank_commands import RankCommands
@@ -37,18 +36,6 @@ class Rollout:
 
 # A coroutine function that plays episodes, whose answers come from the queue.
 Play = Callable[[CompletionQueue], Coroutine[Any, Any, T]]
-
-
-class Rollouts(Protocol):
-    """Source of rollouts on rank 0."""
-
-    def take(self, step: int, position: Position) -> Rollout:
-        """Return the rollout of a step, whose prompts begin at this position."""
-
-    def run(self, play: Play[T], episode_runner: EpisodeRunner) -> T:
-        """Return the result of `play`, whose episodes get their answers from the given queue."""
-
-    def close(self) -> None: ...
 
 
 async def collect_rollouts(
@@ -108,49 +95,6 @@ def _from(data: DataSet, position: Position) -> Iterator[tuple[Handle, Position]
         position = Position(position.epoch + 1)
 
 
-class OwnRollouts:
-    """Rollouts from the trainer's own decoder, drawn on all ranks in lockstep."""
-
-    def __init__(self, episode_runner: EpisodeRunner, commands: RankCommands):
-        self.episode_runner, self.commands = episode_runner, commands
-        self.runner = asyncio.Runner()
-
-    def take(self, step: int, position: Position) -> Rollout:
-        source = self.episode_runner
-        return self.run(lambda queue: collect_rollouts(source, queue, step, position), source)
-
-    def run(self, play: Play[T], episode_runner: EpisodeRunner) -> T:
-        return self.runner.run(self._run(play, episode_runner.settings))
-
-    async def _run(self, play: Play[T], settings: SamplingSettings) -> T:
-        queue = LockstepQueue()
-        collecting = asyncio.create_task(play(queue))
-        try:
-            while not collecting.done():
-                if queue.waiting and queue.all_wait.is_set():
-                    self._answer(queue, settings)
-                waiting = asyncio.create_task(queue.all_wait.wait())
-                await asyncio.wait(
-                    [collecting, waiting], timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                waiting.cancel()
-                self.commands.wait()
-        finally:
-            collecting.cancel()
-        return await collecting
-
-    def _answer(self, queue: LockstepQueue, settings: SamplingSettings) -> None:
-        requests = queue.next_prompts_to_answer()
-        for request, completions in zip(
-            requests, self.commands.draw(requests, settings), strict=True
-        ):
-            for answer, completion in zip(request.answers, completions, strict=True):
-                answer.set_result(completion)
-
-    def close(self) -> None:
-        self.runner.close()
-
-
 @dataclass(frozen=True)
 class BegunRollout:
     """A rollout in progress, or finished. `after` is the position of the next step's prompts."""
@@ -160,9 +104,9 @@ class BegunRollout:
     drawn: Drawn  # answers so far
 
 
-class EngineRollouts:
-    """Rollouts from engines. During a step, those of the next rl.off_policy_steps steps are drawn:
-    a step has no token of weights that are older."""
+class Rollouts:
+    """Source of rollouts on rank 0. During a step, an engine draws those of the next
+    rl.off_policy_steps steps: a step has no token of weights that are older."""
 
     def __init__(
         self,
@@ -172,34 +116,37 @@ class EngineRollouts:
         last_step: int,
     ):
         self.episode_runner, self.commands, self.engines = episode_runner, commands, engines
+        self.in_rounds = engines.engine.capacity.in_rounds
         self.ahead, self.last_step = episode_runner.cfg.rl.off_policy_steps, last_step
         self.begun: dict[int, BegunRollout] = {}  # by step
         self.known: dict[int, Drawn] = {}  # answers of an earlier run by step
 
     def take(self, step: int, position: Position) -> Rollout:
+        """Return the rollout of a step, whose prompts begin at this position."""
         after: Future[Position] = Future()
         after.set_result(position)
         for each in range(step, min(step + self.ahead, self.last_step) + 1):
             if each not in self.begun:
                 self.begun[each] = self._begin(each, after)
             after = self.begun[each].after
-        rollout: Rollout = result_of(self.begun[step].rollout, self.commands.wait)
+        rollout = self.commands.result_of(self.begun[step].rollout)
         del self.begun[step]
         return rollout
 
     def run(self, play: Play[T], episode_runner: EpisodeRunner) -> T:
-        queue = EngineQueue(self.engines.engine, episode_runner.settings)
-        result: T = result_of(self.engines.submit(play(queue)), self.commands.wait)
-        return result
+        """Return the result of `play`, whose episodes get their answers from the given queue."""
+        return self.commands.result_of(self.engines.submit(play(self._queue(episode_runner, {}))))
+
+    def _queue(self, source: EpisodeRunner, drawn: Drawn) -> CompletionQueue:
+        return CompletionQueue(self.engines.engine, source.settings, self.in_rounds, drawn)
 
     def _begin(self, step: int, before: "Future[Position]") -> BegunRollout:
         after: Future[Position] = Future()
-        drawn = self.known.pop(step, {})
-        queue = EngineQueue(self.engines.engine, self.episode_runner.settings, drawn)
+        drawn, source = self.known.pop(step, {}), self.episode_runner
+        queue = self._queue(source, drawn)
 
         async def collect() -> Rollout:
             position = await asyncio.wrap_future(before)
-            source = self.episode_runner
             return await collect_rollouts(source, queue, step, position, after.set_result)
 
         return BegunRollout(self.engines.submit(collect()), after, drawn)
@@ -219,8 +166,8 @@ class EngineRollouts:
 
     def restore(self, checkpoint: Path | None) -> None:
         """Take the answers of a checkpoint, unless some token is older than rl.off_policy_steps
-        allows."""
-        if checkpoint is None or not (file := checkpoint / ROLLOUTS).is_file():
+        allows. Those of another engine do not have the log-probs of the ranks."""
+        if self.in_rounds or checkpoint is None or not (file := checkpoint / ROLLOUTS).is_file():
             return
         for name, answers in json.loads(file.read_text()).items():
             drawn = {(seed, at): Completion.from_json(values) for seed, at, values in answers}

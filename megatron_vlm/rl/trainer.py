@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config.command_checks import has_rewards, needs_held_out_rewards
-from megatron_vlm.config.schema import OWN
 from megatron_vlm.config.teachers import needs_initial_model
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures, StepBatch
 from megatron_vlm.distributed.agreement import fail_together
+from megatron_vlm.engines.engine_kinds import engine_kind
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.report.metrics_lines import has_usage_line
@@ -21,7 +21,7 @@ from megatron_vlm.rl.held_out_rewards import HeldOutPrompts
 from megatron_vlm.rl.policy_engine import settings_of, sync_engine_weights
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
-from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
+from megatron_vlm.rl.rollouts import Rollout, Rollouts
 from megatron_vlm.rl.seen import SeenScores
 from megatron_vlm.rl.step_report import SightWatch, SignalWatch, rl_line, write_sample_lines
 from megatron_vlm.rl.teacher_checks import check_teachers
@@ -47,6 +47,7 @@ class RlTrainer:
         self.run, self.opened = run, opened
         self.cfg, self.leads = run.cfg, run.worker.grid.rank == 0
         self.updater = PolicyUpdater(run.worker)
+        self.has_live_weights = engine_kind(self.cfg.engine.name).on_ranks
         with fail_together(run.worker.platform.device, ConfigError):
             if self.leads:
                 check_teachers(self.cfg)
@@ -54,11 +55,11 @@ class RlTrainer:
             run.begin_phase(run.progress.step, "loading the initial model", files=True)
             with self.updater.models.reference():
                 pass  # it is loaded now, and not in the first step
-        if self.cfg.teacher.path is not None and self.cfg.teacher.engine == OWN:
+        if self.cfg.teacher.path is not None and self.updater.teaches:
             run.begin_phase(run.progress.step, "loading the teachers", files=True)
             assert list(self.updater.teachers())
         self.commands = RankCommands(run.worker, run.signals)
-        self.engines: EngineThread | None = None
+        self.engines: EngineThread | None = None  # set on rank 0
         self.rollouts: Rollouts | None = None
         self.teachers: EngineTeachers | None = None  # set on rank 0, if there are such engines
         self.last: Rollout | None = None  # set on rank 0 only
@@ -71,8 +72,8 @@ class RlTrainer:
         if needs_held_out_rewards(self.cfg):
             run.rate_held_out = self.held_out_rewards
         self._lead(self._start)
-        if self.cfg.engine.name != OWN and (run.progress.step or self.cfg.lora.rank):
-            self._renew(run.progress.step)
+        if run.progress.step or self.cfg.lora.rank:
+            self.renew(run.progress.step)
 
     @staticmethod
     @contextmanager
@@ -97,20 +98,16 @@ class RlTrainer:
 
     def _start(self) -> tuple[bytes, dict[str, Any]]:
         """Start the sampler on rank 0."""
-        if self.cfg.engine.name == OWN:
-            self.rollouts = OwnRollouts(self.episode_runner, self.commands)
-        else:
-            self.engines = EngineThread()
-            self.opened.callback(self.engines.close)
-            settings = settings_of(self.run.worker, self.episode_runner.data)
-            self.engines.start(self.cfg.engine, settings, self.commands.wait)
-            last = self.run.total_steps - 1
-            self.rollouts = EngineRollouts(self.episode_runner, self.commands, self.engines, last)
-            self.rollouts.restore(self.run.saver.newest)
-            self.run.saver.more_texts = self.rollouts.texts
+        data, waiting, last = self.episode_runner.data, self.commands.wait, self.run.total_steps - 1
+        self.engines = EngineThread()
+        self.opened.callback(self.engines.close)
+        settings = replace(settings_of(self.run.worker, data), ranks=self.commands)
+        self.engines.start(self.cfg.engine, settings, waiting)
+        self.rollouts = Rollouts(self.episode_runner, self.commands, self.engines, last)
+        self.rollouts.restore(self.run.saver.newest)
+        self.run.saver.more_texts = self.rollouts.texts
         self.opened.callback(self.rollouts.close)
-        if self.cfg.teacher.engine != OWN:
-            data, waiting = self.episode_runner.data, self.commands.wait
+        if not self.updater.teaches:
             self.teachers = EngineTeachers.start(self.run.worker, data, self.opened, waiting)
         return b"", {}
 
@@ -157,14 +154,12 @@ class RlTrainer:
         return content, facts
 
     def renew(self, step: int) -> None:
-        """Send the current weights to the engines, if there are any. This is a collective."""
+        """Send the current weights to the engines that need them. This is a collective."""
         is_needed = step < self.run.total_steps or needs_held_out_rewards(self.cfg)
-        if self.cfg.engine.name != OWN and is_needed:
+        if is_needed and not self.has_live_weights:
             self.run.begin_phase(step, "weights of the engines")
-            self._renew(step)
-
-    def _renew(self, version: int) -> None:
-        sync_engine_weights(self.run.worker, self.engines, version, Path(self.cfg.run) / "engine")
+            folder = Path(self.cfg.run) / "engine"
+            sync_engine_weights(self.run.worker, self.engines, step, folder)
 
     def record(
         self,

@@ -26,7 +26,7 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.engine_kinds import check_engine
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.constraints import check_router_keys
-from megatron_vlm.rl.completion_requests import EngineQueue
+from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.policy_update import PolicyUpdater
 from megatron_vlm.rl.rollouts import next_prompts
 from megatron_vlm.rl.train_batch import (
@@ -247,7 +247,7 @@ def test_a_token_keeps_the_experts_of_the_request_that_first_read_it(looks, ende
             answers.append(replace(answer, routing_SLK=routing_S12))
         return answers
 
-    queue = EngineQueue(SimpleNamespace(sample=sample), looks.settings)
+    queue = CompletionQueue(SimpleNamespace(sample=sample), looks.settings)
     handles, _ = next_prompts(looks.data, Position(), 3)
     groups = asyncio.run(looks.play(queue, handles, step=5, first_group=0))
     batch = make_train_batch(groups, looks.cfg, looks.data.work, 1)

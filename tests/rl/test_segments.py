@@ -27,7 +27,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.qwen.tiny import CHAT_TEMPLATE
 from megatron_vlm.rl.advantages import Aggregate
-from megatron_vlm.rl.completion_requests import EngineQueue
+from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group, Segment
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.policy_update import PolicyUpdater
@@ -114,7 +114,7 @@ def play(
             completions.append(Completion(tuple(ids), log_probs, "stop", routing_SLK=routing_SLK))
         return completions
 
-    queue = EngineQueue(SimpleNamespace(sample=sample), runner.settings)
+    queue = CompletionQueue(SimpleNamespace(sample=sample), runner.settings)
     handles, _ = next_prompts(runner.data, Position(), 1)
     return asyncio.run(runner.play(queue, handles, step=5, first_group=0)), asked
 

@@ -25,7 +25,7 @@ from megatron_vlm.rl.advantages import group_advantages
 from megatron_vlm.rl.episode import Episode, Group, Segment
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater
-from megatron_vlm.rl.rollouts import EngineRollouts, Rollout
+from megatron_vlm.rl.rollouts import Rollout, Rollouts
 from megatron_vlm.rl.step_report import rl_line
 from megatron_vlm.rl.train_batch import make_train_batch
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
@@ -140,9 +140,9 @@ class Drawing:
         )
         self.engines = EngineThread()
         self.engines.start(EngineConfig(name="vllm"), settings, lambda: None)
-        commands: Any = SimpleNamespace(wait=lambda: None)
+        commands: Any = SimpleNamespace(result_of=lambda work: work.result())
         runner = replace(source, cfg=cfg)
-        self.rollouts = EngineRollouts(runner, commands, self.engines, last_step)
+        self.rollouts = Rollouts(runner, commands, self.engines, last_step)
 
     def update(self, version: int) -> None:
         weights = Checkpoint(f"/weights/{version}")
@@ -231,9 +231,9 @@ def test_a_resumed_run_trains_on_the_same_answers(source, tmp_path):
 
 def learnt_ahead(folder: Path, model: str, run: str, *more: str) -> tuple[int, str, str]:
     """Run steps whose answers are drawn two steps ahead, before the next update."""
-    take = EngineRollouts.take
+    take = Rollouts.take
 
-    def take_all(rollouts: EngineRollouts, step: int, position: Position) -> Rollout:
+    def take_all(rollouts: Rollouts, step: int, position: Position) -> Rollout:
         rollout = take(rollouts, step, position)
         for each in rollouts.begun.values():
             each.rollout.result()
@@ -241,7 +241,7 @@ def learnt_ahead(folder: Path, model: str, run: str, *more: str) -> tuple[int, s
 
     keys = ["engine.name=uniform", "rl.off_policy_steps=2", "rl.mask_weight=[0.08,5]"]
     keys += ["train.steps=5", "data.eval=null", "checkpoint.every=1", "checkpoint.keep_last=9"]
-    with registered(folder), patch.object(EngineRollouts, "take", take_all):
+    with registered(folder), patch.object(Rollouts, "take", take_all):
         return run_rank(words(folder, model, run, *keys, *more))
 
 

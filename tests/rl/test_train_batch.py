@@ -4,10 +4,12 @@ as the chat template and the image processor make it, with only what was drawn s
 
 import asyncio
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import PIL.Image
 import pytest
@@ -27,12 +29,13 @@ from megatron_vlm.data.batches.balance import RowSize
 from megatron_vlm.data.batches.collate import collate
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
-from megatron_vlm.data.tokens.completions import Completion
+from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
 from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.engines.own import AskedPrompt, OwnEngine
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.rl.completion_requests import EngineQueue, LockstepQueue
+from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner, seed_of
 from megatron_vlm.rl.policy_update import within_limit
@@ -151,7 +154,7 @@ def play(episode_runner: EpisodeRunner, ended: str = "stop") -> list[Group]:
         return [completion(episode_runner, seed, ended) for seed in seeds]
 
     asked: list = []
-    queue = EngineQueue(SimpleNamespace(sample=sample), episode_runner.settings)
+    queue = CompletionQueue(SimpleNamespace(sample=sample), episode_runner.settings)
     handles, _ = next_prompts(episode_runner.data, Position(), 3)
     groups = asyncio.run(episode_runner.play(queue, handles, step=5, first_group=0))
     # The first answers to a prompt are asked for at once, the others one by one.
@@ -319,28 +322,60 @@ def test_a_wrong_view_is_refused_before_anything_is_drawn(folder, model, name):
         assert f"{folder / 'train.jsonl'}" in raised.value.place
 
 
+@dataclass
+class Here:
+    """Ranks that answer each round at once, with its seeds."""
+
+    rounds: list[list[tuple[int, list[int]]]] = field(default_factory=list)
+
+    def draw_soon(self, asked: Sequence[AskedPrompt]) -> "Future[Any]":
+        self.rounds.append([(int(each.prompt.ids_S), [*each.seeds]) for each in asked])
+        drawn: Future[Any] = Future()
+        drawn.set_result([[*each.seeds] for each in asked])
+        return drawn
+
+
 def test_what_is_asked_together_does_not_depend_on_how_long_rewards_take():
-    """Nobody is answered before all wait."""
+    """Nobody is answered before all wait, and the order is that of the seeds."""
 
     async def main():
-        queue, row = LockstepQueue(), Row(torch.tensor([1]), torch.tensor([IGNORE]))
-        queue.enter(3)
-        asking = [asyncio.create_task(queue.ask(row, 7 - n, 3)) for n in range(2)]
-        await asyncio.sleep(0.01)
-        assert not queue.all_wait.is_set()
-        queue.leave()  # the third has ended without a question
-        assert queue.all_wait.is_set()
-        [asked] = queue.next_prompts_to_answer()
-        assert asked.prompt is row and asked.seeds == [6, 7]
-        for answer, value in zip(asked.answers, "ab", strict=True):
-            answer.set_result(value)
-        assert await asyncio.gather(*asking) == ["b", "a"]
-        queue.leave()
-        queue.leave()
-        queue.enter(2)  # others begin, and nobody waits yet
-        assert not queue.all_wait.is_set()
+        ranks = Here()
+        engine = OwnEngine(ranks)
+        queue = CompletionQueue(engine, SamplingSettings(4), engine.capacity.in_rounds)
+        first, second = (Row(torch.tensor([n]), torch.tensor([IGNORE])) for n in (1, 2))
+
+        def ask(row: Row, *seeds: int) -> list[Any]:
+            asking = [queue.ask(row, seed, len(seeds)) for seed in seeds]
+            return [asyncio.create_task(each) for each in asking]
+
+        queue.enter(4)
+        asked = [*ask(first, 7, 6), *ask(second, 3)]
+        await settled()
+        assert ranks.rounds == []
+        await queue.leave()  # the fourth has ended without a question
+        assert ranks.rounds == [[(2, [3]), (1, [6, 7])]]
+        assert await asyncio.gather(*asked) == [7, 6, 3]
+        again = ask(second, 5)
+        await settled()
+        await queue.leave()
+        assert len(ranks.rounds) == 1
+        again += ask(first, 4)
+        assert await asyncio.gather(*again) == [5, 4]
+        assert ranks.rounds[1:] == [[(1, [4]), (2, [5])]]
+        await queue.leave()
+        await queue.leave()
+        queue.enter(2)  # others begin, and only one waits
+        ask(first, 9)
+        await settled()
+        assert len(ranks.rounds) == 2
 
     asyncio.run(main())
+
+
+async def settled() -> None:
+    """Let every task go as far as it gets by itself."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def test_seeds_follow_each_other_only_in_the_first_turn():
