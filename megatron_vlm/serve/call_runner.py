@@ -19,6 +19,7 @@ from megatron_vlm.serve.failures import (
     ended_session,
     failure_of,
 )
+from megatron_vlm.serve.http.schemas import CALL_FORMS
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
@@ -32,7 +33,7 @@ from megatron_vlm.serve.journal.journal_records import (
     SamplingSession,
 )
 from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
-from megatron_vlm.serve.model_calls import ModelCalls, TrainingCalls
+from megatron_vlm.serve.model_calls import ModelCalls
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk, at_temperature, complete
 from megatron_vlm.serve.sample_turns import Arriving, SampleTurns
@@ -54,7 +55,6 @@ class CallRunner:
         self.commands, self.journal, self.prefetcher = commands, journal, prefetcher
         self.disk, self.has_engine = disk, has_engine
         self.model_cache = ModelCache(serve, commands, journal, self._redo)
-        self.training = TrainingCalls(commands, self.model_cache)
         self.model_calls = ModelCalls(commands, self.model_cache, journal)
         self.sample_turns = SampleTurns(
             commands, journal, prefetcher, self._answer_each, self._finish, serve.sampling_seconds
@@ -107,11 +107,12 @@ class CallRunner:
     def _run_call(self, call: Call) -> Any:
         if call.kind in ("optim_step", "load_weights"):
             self.sample_turns.move(call.owner, self._snapshot)
-        body = self.journal.body(call.request_id)
-        if call.kind == "optim_step":
-            return self.training.optim_step(call, body)
         method: Callable[..., Any] = getattr(self.model_calls, call.kind)
-        return method(call, body)
+        return method(call, self._form(call))
+
+    def _form(self, call: Call) -> Any:
+        form_class, _ = CALL_FORMS[call.kind]
+        return form_class.model_validate_json(self.journal.body(call.request_id))
 
     def _bring(self, call: Call) -> None:
         """Load the model or the weights of the call into memory."""
@@ -122,10 +123,10 @@ class CallRunner:
             self.model_cache.model(call.owner)
 
     def _redo(self, loaded: LoadedModel, call: Call) -> None:
-        body, batch = self.journal.body(call.request_id), None
         if call.kind == "forward_backward":
-            batch = self.prefetcher.batch(body)
-        self.training.redo(loaded, call, batch, body)
+            self.model_calls.redo(loaded, call, self.prefetcher.batch(call))
+        elif call.kind == "optim_step":
+            self.model_calls.redo(loaded, call, self._form(call))
 
     def _finish(self, finished: Sequence[Finished], together: Sequence[Call]) -> None:
         """Write the results of these calls. If the disk is full, wait: no call may run twice."""
@@ -156,7 +157,7 @@ class CallRunner:
             except REFUSALS as error:
                 finished.append(Finished(call.request_id, failure_of(error)))
         if read:
-            finished += run_each(self.training.forward_backward, read)
+            finished += run_each(self.model_calls.forward_backward, read)
         self._finish(finished, together)
 
     # -- samples

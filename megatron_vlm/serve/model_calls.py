@@ -49,16 +49,25 @@ from megatron_vlm.serve.requests_as_rows import CROSS_ENTROPY, Batch, figures_of
 from megatron_vlm.serve.served_models import ModelCommands, ModelSettings
 from megatron_vlm.training.optimizer_step import AdamStep
 
+_GIB = 2**30
+# The log-probs of the rows of a batch, and its metrics.
+Computed = tuple[Sequence[Tensor], Mapping[str, float]]
+
 
 class ModelCalls:
     """Calls on rank 0, by the names of their kinds. Each method runs a call, and returns its result
     and the changes to the journal."""
 
     def __init__(self, commands: ModelCommands, model_cache: ModelCache, journal: Journal):
-        self.commands, self.model_cache, self.journal = commands, model_cache, journal
+        self.commands, self.models, self.model_cache = commands, commands.models, model_cache
+        self.journal = journal
+        self.gauges = {
+            "trained_tokens_total": 0.0,
+            "optimizer_steps_total": 0.0,
+            "passes_of_several_models_total": 0.0,
+        }
 
-    def create_model(self, call: Call, body: bytes) -> Done:
-        form = schemas.CreateModel.model_validate_json(body)
+    def create_model(self, call: Call, form: schemas.CreateModel) -> Done:
         lora = form.lora_config or schemas.LoraForm(rank=0)
         if lora.rank and not lora.targets:
             raise RequestError(
@@ -73,8 +82,7 @@ class ModelCalls:
         self.model_cache.create(id, made)
         return self._creation_result(id, "create_model", made)
 
-    def load_model(self, call: Call, body: bytes) -> Done:
-        form = schemas.LoadModel.model_validate_json(body)
+    def load_model(self, call: Call, form: schemas.LoadModel) -> Done:
         id = model_id(call.owner, form.model_seq_id)
         made, folder = self._find_stored(form.path)
         self.model_cache.create(id, made, folder, form.optimizer)
@@ -97,8 +105,7 @@ class ModelCalls:
             )
         return ModelSettings.from_json(checkpoint.facts["form"]), checkpoint.folder
 
-    def load_weights(self, call: Call, body: bytes) -> Done:
-        form = schemas.LoadWeights.model_validate_json(body)
+    def load_weights(self, call: Call, form: schemas.LoadWeights) -> Done:
         made, folder = self._find_stored(form.path)
         loaded = self.model_cache.model(call.owner)
         if replace(made, seed=0) != replace(loaded.form, seed=0):
@@ -109,7 +116,7 @@ class ModelCalls:
                 remedy="load it as a new model",
             )
         with undo_on_error(lambda: self.model_cache.forget(loaded.id)):
-            self.commands.call(self.commands.models.load, loaded.id, str(folder), form.optimizer)
+            self.commands.call(self.models.load, loaded.id, str(folder), form.optimizer)
             loaded.record_change(call.seq)
             saved = self.model_cache.new_folder("states")
             self.model_cache.save(loaded, saved, True)
@@ -117,8 +124,7 @@ class ModelCalls:
         answer = {"path": form.path, "model_id": call.owner, "type": "load_weights"}
         return _json(answer), Changes(saved=(Saved(call.owner, call.seq, saved),))
 
-    def save_weights(self, call: Call, body: bytes) -> Done:
-        form = schemas.SaveWeights.model_validate_json(body)
+    def save_weights(self, call: Call, form: schemas.SaveWeights) -> Done:
         path = tinker_path(call.owner, "training", form.path)
         if not form.overwrite and self.journal.checkpoint(path) is not None:
             raise RequestError(
@@ -134,8 +140,7 @@ class ModelCalls:
         answer = _json({"path": path, "type": "save_weights"})
         return answer, Changes(checkpoints=(made,), saved=(saved,))
 
-    def save_weights_for_sampler(self, call: Call, body: bytes) -> Done:
-        form = schemas.SaveWeightsForSampler.model_validate_json(body)
+    def save_weights_for_sampler(self, call: Call, form: schemas.SaveWeightsForSampler) -> Done:
         loaded = self.model_cache.model(call.owner)
         if form.path is not None:
             made = self._write_weights(loaded, "sampler", form.path, form)
@@ -161,18 +166,16 @@ class ModelCalls:
         answer = _json({"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"})
         return answer, Changes(samplers=(sampler,))
 
-    def save_weights_external(self, call: Call, body: bytes) -> Done:
-        form = schemas.SaveWeightsExternal.model_validate_json(body)
+    def save_weights_external(self, call: Call, form: schemas.SaveWeightsExternal) -> Done:
         loaded = self.model_cache.model(call.owner)
         made = self._write_weights(loaded, "external", form.path, form)
         answer = _json({"path": made.path, "type": "save_weights_external"})
         return answer, Changes(checkpoints=(made,))
 
-    def unload_model(self, call: Call, body: bytes) -> Done:
-        id = schemas.ModelIdForm.model_validate_json(body).model_id
-        self.model_cache.forget(id)
-        change = ModelChange(id, state="unloaded")
-        return _json({"model_id": id, "type": "unload_model"}), Changes(models=(change,))
+    def unload_model(self, call: Call, form: schemas.ModelIdForm) -> Done:
+        self.model_cache.forget(form.model_id)
+        change = ModelChange(form.model_id, state="unloaded")
+        return _json({"model_id": form.model_id, "type": "unload_model"}), Changes(models=(change,))
 
     def _write_weights(
         self, loaded: LoadedModel, kind: CheckpointKind, name: str, form: schemas.SaveForm
@@ -200,31 +203,7 @@ class ModelCalls:
             shutil.rmtree(folder, ignore_errors=True)
         return out
 
-
-def _adapters(form: ModelSettings) -> str:
-    alpha = "" if form.alpha is None else f" with alpha {form.alpha:g}"
-    return f"rank {form.rank} on {show_value(form.targets)}{alpha}{' (rslora)' * form.rslora}"
-
-
-def _json(answer: Mapping[str, Any]) -> Outcome:
-    return Outcome(json.dumps(answer).encode())
-
-
-_GIB = 2**30
-# The log-probs of the rows of a batch, and its metrics.
-Computed = tuple[Sequence[Tensor], Mapping[str, float]]
-
-
-class TrainingCalls:
-    """Calls on rank 0. Each returns its result and the changes to the journal."""
-
-    def __init__(self, commands: ModelCommands, model_cache: ModelCache):
-        self.commands, self.models, self.model_cache = commands, commands.models, model_cache
-        self.gauges = {
-            "trained_tokens_total": 0.0,
-            "optimizer_steps_total": 0.0,
-            "passes_of_several_models_total": 0.0,
-        }
+    # -- training, in the order of each model: gradients and optimizer steps
 
     def forward_backward(self, calls: Sequence[tuple[Call, Batch]]) -> list[Done]:
         """Run the calls of different models. A call with forward_only must be the only one."""
@@ -276,9 +255,9 @@ class TrainingCalls:
                 output["elementwise_loss"] = loss
         return Outcome(write_forward_backward(outputs, metrics), "protobuf"), Changes()
 
-    def optim_step(self, call: Call, body: bytes) -> Done:
+    def optim_step(self, call: Call, form: schemas.OptimStep) -> Done:
         loaded = self.model_cache.model(call.owner)
-        norm = self._step(loaded, call.seq, schemas.OptimStep.model_validate_json(body).adam_params)
+        norm = self._step(loaded, call.seq, form.adam_params)
         # JSON has no form for a norm that is not finite.
         metrics = {"grad_norm": norm} if math.isfinite(norm) else {"skipped_not_finite": 1.0}
         steps = self.models.workers[loaded.id].steps
@@ -303,14 +282,21 @@ class TrainingCalls:
         self.gauges["optimizer_steps_total"] += 1
         return norm
 
-    def redo(self, loaded: LoadedModel, call: Call, batch: Batch | None, body: bytes) -> None:
+    def redo(self, loaded: LoadedModel, call: Call, request: Batch | schemas.OptimStep) -> None:
         """Repeat a call that was done before the model was offloaded or the service died."""
-        if call.kind == "forward_backward":
-            assert batch is not None
-            self._gradients([loaded], [batch])
-        elif call.kind == "optim_step":
-            adam_params = schemas.OptimStep.model_validate_json(body).adam_params
-            self._step(loaded, call.seq, adam_params)
+        if isinstance(request, Batch):
+            self._gradients([loaded], [request])
+        else:
+            self._step(loaded, call.seq, request.adam_params)
+
+
+def _adapters(form: ModelSettings) -> str:
+    alpha = "" if form.alpha is None else f" with alpha {form.alpha:g}"
+    return f"rank {form.rank} on {show_value(form.targets)}{alpha}{' (rslora)' * form.rslora}"
+
+
+def _json(answer: Mapping[str, Any]) -> Outcome:
+    return Outcome(json.dumps(answer).encode())
 
 
 # The planner's estimate of a forward_backward, before it starts.

@@ -74,9 +74,9 @@ class RequestPrefetcher:
         future = self.futures.get(call.request_id)
         return future is not None and future.done()
 
-    def batch(self, body: bytes) -> Batch:
+    def batch(self, call: Call) -> Batch:
         """Read the forward_backward of a call that runs again."""
-        return read_batch(body, self.reader, self.replicas)
+        return read_batch(self.journal.body(call.request_id), self.reader, self.replicas)
 
     def drop(self, call: Call) -> None:
         """Forget a call that has ended."""

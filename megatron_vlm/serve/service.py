@@ -137,7 +137,7 @@ class Service:
         if self.engine_sampling is not None:
             self.gauges["samples_total"] += self.engine_sampling.samples
             self.gauges["samples_under_way"] = float(len(self.engine_sampling.admission.inside))
-        self.gauges.update(self.runner.training.gauges)
+        self.gauges.update(self.runner.model_calls.gauges)
         self.gauges["models_in_memory"] = float(len(self.model_cache.models))
         self.gauges["snapshots_in_memory"] = float(len(self.model_cache.snapshots))
 

@@ -4,14 +4,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 from megatron_vlm.config.command_checks import LOADED, loaded_counts
 from megatron_vlm.config.schema import ServeConfig
 from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.serve.http import schemas
 from megatron_vlm.serve.journal.journal import Journal
-from megatron_vlm.serve.journal.journal_records import Call, Changes, ModelChange
+from megatron_vlm.serve.journal.journal_records import TRAINING, Call, Changes, ModelChange
 from megatron_vlm.serve.model_cache import ModelCache
 from megatron_vlm.serve.model_calls import ModelCalls
 from megatron_vlm.serve.served_models import ModelSettings
@@ -143,9 +145,18 @@ def test_a_download_leaves_nothing_else_behind(tmp_path, monkeypatch):
         model_cache = residents_of(journal, ranks := Ranks())
         _, model = in_memory(journal, model_cache)
         calls = ModelCalls(ranks, model_cache, journal)  # type: ignore[arg-type]
-        body = f'{{"model_id": "{model}", "seq_id": 2, "path": "out"}}'.encode()
+        form = schemas.SaveWeightsExternal(model_id=model, seq_id=2, path="out")
+        body = form.model_dump_json().encode()
         promise = journal.accept(Call("save_weights_external", model, 2, "k", body))
         (call,) = journal.next_calls()
-        journal.finish(promise.request_id, *calls.save_weights_external(call, body))
+        journal.finish(promise.request_id, *calls.save_weights_external(call, form))
         (made,) = journal.checkpoints()
         assert states(journal) == {made.folder}
+
+
+def test_a_call_is_run_by_the_method_of_its_name_which_takes_its_form():
+    for name, (form, _) in schemas.CALL_FORMS.items():
+        assert get_type_hints(getattr(ModelCalls, name))["form"] is form
+    forms = {name: form for name, (form, _) in schemas.CALL_FORMS.items()}
+    ordered = {name for name in forms if issubclass(forms[name], schemas.OrderedForm)}
+    assert {*TRAINING} == {"forward_backward", *ordered}

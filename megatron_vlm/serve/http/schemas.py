@@ -224,6 +224,21 @@ class SaveWeightsForSampler(SaveForm):
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
+# Calls whose bodies are JSON, by the names of the methods that run them: the form of each, and
+# whether it changes its model. A form with `seq_id` takes its turn among the calls of the model.
+# Weights are saved with the optimizer, to sample from, or for other programs to read.
+CALL_FORMS: dict[str, tuple[type[JsonForm], bool]] = {
+    "create_model": (CreateModel, False),
+    "load_model": (LoadModel, False),
+    "load_weights": (LoadWeights, True),
+    "optim_step": (OptimStep, True),
+    "save_weights": (SaveWeights, False),
+    "save_weights_for_sampler": (SaveWeightsForSampler, False),
+    "save_weights_external": (SaveWeightsExternal, False),
+    "unload_model": (ModelIdForm, False),
+}
+
+
 class CreateSamplingSession(JsonForm):
     session_id: Id
     sampling_session_seq_id: FromZero

@@ -95,25 +95,15 @@ async def forward_backward(request: Request, context: Context, key: Key) -> Answ
     return await _promise(context, new, model)
 
 
-# Calls that take their turn among those of a model: the form of each, and whether it changes the
-# model. Weights are saved with the optimizer, to sample from, or for other programs to read.
-_ORDERED: dict[str, tuple[type[schemas.OrderedForm], bool]] = {
-    "load_weights": (schemas.LoadWeights, True),
-    "optim_step": (schemas.OptimStep, True),
-    "save_weights": (schemas.SaveWeights, False),
-    "save_weights_for_sampler": (schemas.SaveWeightsForSampler, False),
-    "save_weights_external": (schemas.SaveWeightsExternal, False),
-}
-
-
 async def queue_ordered_call(request: Request, context: Context, key: Key) -> Answer:
     """Queue the call that the path names."""
     kind = request.url.path.rpartition("/")[2]
     return await _queue_training_call(context, key, kind, await context.body(request))
 
 
-for _kind in _ORDERED.keys() - {"load_weights"}:
-    router.add_api_route(f"/{_kind}", queue_ordered_call, methods=["POST"])
+for _name, (_form, _) in schemas.CALL_FORMS.items():
+    if issubclass(_form, schemas.OrderedForm) and _name != "load_weights":
+        router.add_api_route(f"/{_name}", queue_ordered_call, methods=["POST"])
 
 
 @router.post("/unload_model")
@@ -159,10 +149,11 @@ def _read_batch(body: bytes, limits: RequestLimits) -> tuple[str, int, bool]:
 async def _queue_training_call(context: AppContext, key: str, kind: str, body: bytes) -> Answer:
     """Queue a call that takes its turn. A wrong call takes its turn, too, and fails: otherwise the
     calls after it would wait for its number for ever."""
-    form_class, changes_state = _ORDERED[kind]
+    form_class, changes_model = schemas.CALL_FORMS[kind]
     failure = None
     try:
         form = form_class.model_validate_json(body or b"{}")
+        assert isinstance(form, schemas.OrderedForm)
         model, seq = form.model_id, form.seq_id
         if isinstance(form, schemas.LoadWeights):
             require_model(context, key, model, usable=True)
@@ -176,7 +167,7 @@ async def _queue_training_call(context: AppContext, key: str, kind: str, body: b
             raise HttpError(422, complaints(error)) from error
         (model, seq), failure = place, Failure(complaints(error), "user")
     require_model(context, key, model, usable=True)
-    new = Call(kind, model, seq, key, body, changes_state, failure=failure)
+    new = Call(kind, model, seq, key, body, changes_model, failure=failure)
     return await _promise(context, new, model)
 
 
