@@ -5,7 +5,8 @@ import errno
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from megatron_vlm.secret_text import HIDDEN, hide_secrets, is_secret
@@ -101,6 +102,15 @@ class CheckpointError(MegatronVLMError):
 
 class TrainError(MegatronVLMError):
     """A run that cannot continue."""
+
+
+@contextmanager
+def within(place: str) -> Iterator[None]:
+    """Put the errors of a block at a place that contains their own."""
+    try:
+        yield
+    except MegatronVLMError as error:
+        raise error.within(place) from error
 
 
 def render(

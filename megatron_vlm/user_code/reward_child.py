@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.messages import parse_messages
+from megatron_vlm.data.records.taken import Keys
 from megatron_vlm.distributed.error_json import error_to_json
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.io.parent_death import signal_when_parent_dies
@@ -213,7 +213,9 @@ def _messages(value: Any) -> Any:
         raise _WrongError(f"gave as messages {_quote(value)}, not a list of messages")
     try:
         arriving = pack_and_unpack(value)
-        parse_messages(arriving, "what it says", Keys("", ()))
+        keys = Keys()
+        with keys.record_at("what it says"):
+            parse_messages(arriving, keys)
     except PackingError as error:
         raise _WrongError(f"gave messages that cannot be sent: {error}") from None
     except DataError as error:

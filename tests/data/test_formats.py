@@ -488,11 +488,11 @@ WRONG = {
     ),
     "arguments not JSON": (
         answered(tool_calls=[{"name": "f", "arguments": "{x"}]),
-        at("message 0", "arguments of f", "JSON"),
+        at("message 0, a tool call", "arguments of f", "JSON"),
     ),
     "arguments a list": (
         answered(tool_calls=[{"name": "f", "arguments": "[1]"}]),
-        at("message 0", "arguments of f", "a list"),
+        at("message 0, a tool call", "arguments of f", "a list"),
     ),
     "tools a string": ({**user("a"), "tools": "look"}, at("", "tools", "JSON")),
     "tools a number": ({**user("a"), "tools": 3}, at("", "tools", "an int")),

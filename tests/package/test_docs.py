@@ -181,7 +181,7 @@ def is_said(message: str) -> bool:
     prints: a refusal is KEY=VALUE: reason; remedy."""
     if any(matches(template, message) for template in templates()):
         return True
-    if re.fullmatch(r"[\w.]+=\S+|ranks? [\d-]+", message):
+    if re.fullmatch(r"[\w.]+=\S+|ranks? [\d-]+|\w+\.jsonl:\d+", message):
         return True
     for cut in re.finditer(r"[:;] ", message):
         head, tail = message[: cut.start()], message[cut.end() :]

@@ -38,7 +38,7 @@ from megatron_vlm.data.records.record import Image
 from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.distributed.process import run_guarded
-from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.errors import DataError, MegatronVLMError, within
 from megatron_vlm.lora.peft_config import (
     different_settings,
     lora_of,
@@ -301,9 +301,11 @@ def parse_as(kind: str, raw: Any) -> Any:
         return parse_record(raw, "x:1")
     if kind == "retrieval":
         forms = (RetrievalForm("", None), RetrievalForm("", 1, ("yes", "no")))
-        return [parse_retrieval(raw, "x:1", parse_record, form) for form in forms]
+        with within("x:1"):
+            return [parse_retrieval(raw, parse_record, form) for form in forms]
     read = parse_pair if kind == "pair" else parse_labelled
-    return read(raw, "x:1", parse_record)
+    with within("x:1"):
+        return read(raw, parse_record)
 
 
 def test_no_value_of_a_record_ends_in_a_traceback():

@@ -364,13 +364,13 @@ WRONG: list[tuple[dict[str, Any], RetrievalForm, str]] = [
 @pytest.mark.parametrize(("raw", "form", "key"), WRONG)
 def test_wrong_records_are_refused(raw, form, key):
     with pytest.raises(DataError) as error:
-        parse_retrieval(raw, "record 7", parse_record, form)
-    assert error.value.key == key and error.value.place.startswith("record 7")
+        parse_retrieval(raw, parse_record, form)
+    assert error.value.key == key
 
 
 def parsed(raw: dict[str, Any], form: RetrievalForm) -> list[tuple[str, bool]]:
     """The texts of each row, with its roles."""
-    rows = parse_retrieval(raw, "here", parse_record, form)
+    rows = parse_retrieval(raw, parse_record, form)
     return [
         ("|".join(f"{turn.role}:{''.join(map(str, turn.parts))}" for turn in row.turns), negative)
         for row, negative in rows

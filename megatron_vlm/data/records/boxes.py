@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.record import (
     Box,
     ChatMessage,
@@ -18,9 +17,9 @@ from megatron_vlm.data.records.record import (
     kind_of,
     parse_text,
     require_list,
-    require_object,
     text_of,
 )
+from megatron_vlm.data.records.taken import Fields, Keys
 from megatron_vlm.errors import DataError
 
 REF, BOX = "<ref-object>", "<bbox>"
@@ -32,9 +31,8 @@ _MAX_COORDINATE = 1e9  # more pixels than any picture has
 
 def parse_objects(value: Any, turns: Sequence[ChatMessage], keys: Keys) -> Objects | None:
     """Parse a record's `objects`, which must have a value for each mark in the turns' texts."""
-    where = f"{keys.where}: objects"
     if isinstance(value, str) and value:
-        value = parse_text(value, "objects", keys.where)
+        value = parse_text(value, "objects")
     if is_empty(value) and not isinstance(value, Mapping):
         return None
     if is_list(value):
@@ -42,47 +40,52 @@ def parse_objects(value: Any, turns: Sequence[ChatMessage], keys: Keys) -> Objec
     if not isinstance(value, Mapping):
         raise DataError(
             f"must be an object with the lists 'ref' and 'bbox', not {kind_of(value)}",
-            place=keys.where,
             key="objects",
             remedy="see docs/data.md",
         )
-    fields = keys.read(value, {"ref", "bbox", "bbox_type", "image_id"}, where)
-    if not fields:
+    with keys.at("objects"):
+        objects = _read_lists(keys.open(value), turns)
+    if objects is not None:
+        _check_marks(objects, turns)
+    return objects
+
+
+def _read_lists(fields: Fields, turns: Sequence[ChatMessage]) -> Objects | None:
+    given = fields.take_all("ref", "bbox", "bbox_type", "image_id")
+    if not given:
         return None
-    refs, boxes = (require_list(fields.get(name, ()), name, where) for name in ("ref", "bbox"))
-    unit = fields.get("bbox_type", "real")
+    refs, boxes = (require_list(given.get(name, ()), name) for name in ("ref", "bbox"))
+    unit = given.get("bbox_type", "real")
     if unit not in UNITS:
-        raise DataError(place=where, key="bbox_type", found=unit, allowed=UNITS)
+        raise DataError(key="bbox_type", found=unit, allowed=UNITS)
     pictures = sum(isinstance(part, Image) for turn in turns for part in turn.parts)
-    images = _images(fields.get("image_id"), len(boxes), pictures, where)
-    objects = Objects(
-        tuple(text_of(ref, f"ref[{i}]", where) for i, ref in enumerate(refs)),
+    images = _images(given.get("image_id"), len(boxes), pictures)
+    return Objects(
+        tuple(text_of(ref, f"ref[{i}]") for i, ref in enumerate(refs)),
         tuple(
-            Box(_coordinates(box, f"bbox[{i}]", where), unit, image)
+            Box(_coordinates(box, f"bbox[{i}]"), unit, image)
             for i, (box, image) in enumerate(zip(boxes, images, strict=True))
         ),
     )
-    _check_marks(objects, turns, keys.where)
-    return objects
 
 
 def _from_list(value: Sequence[Any], turns: Sequence[ChatMessage], keys: Keys) -> dict[str, Any]:
     """Convert ms-swift's older list of objects, each with its `caption` and `bbox`, into the lists
     of today. Where the texts have no marks of one kind, its values are notes."""
     texts = [text for turn in turns for text in _texts(turn)]
-    known = {"caption", "bbox", "bbox_type", "image"}
     items = []
     for number, item in enumerate(value):
-        place = f"{keys.where}: objects[{number}]"
-        items.append(keys.read(require_object(item, place), known, place))
-        unit = items[-1].setdefault("bbox_type", "real")
-        if not isinstance(unit, str):
-            raise DataError(place=place, key="bbox_type", found=unit, allowed=UNITS)
+        with keys.at(f"objects[{number}]"):
+            fields = keys.open(item)
+            items.append(fields.take_all("caption", "bbox", "bbox_type", "image"))
+            unit = items[-1].setdefault("bbox_type", "real")
+            if not isinstance(unit, str):
+                raise DataError(key="bbox_type", found=unit, allowed=UNITS)
     units = {item["bbox_type"].replace("norm_", "norm") for item in items}
     if len(units) > 1:
         raise DataError(
             f"differs between the objects: {', '.join(sorted(units))}",
-            place=f"{keys.where}: objects",
+            place="objects",
             key="bbox_type",
             remedy="give all boxes of a record in one unit",
         )
@@ -100,13 +103,12 @@ def _texts(turn: ChatMessage) -> list[str]:
     return [turn.reasoning, *(part for part in turn.parts if isinstance(part, str))]
 
 
-def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
+def _images(value: Any, boxes: int, pictures: int) -> Sequence[int]:
     """Return the number of each box's image: 0 unless the record has another number."""
-    numbers = [0] * boxes if is_empty(value) else require_list(value, "image_id", where)
+    numbers = [0] * boxes if is_empty(value) else require_list(value, "image_id")
     if len(numbers) != boxes:
         raise DataError(
             f"has {len(numbers)} entries for {boxes} boxes",
-            place=where,
             key="image_id",
             remedy="give the number of its image for each box, or leave image_id out if all boxes "
             "are of the first",
@@ -114,7 +116,6 @@ def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
     if boxes and not pictures:
         raise DataError(
             f": there are {boxes} boxes and no images, and boxes belong to images, not to videos",
-            place=where,
             key="bbox",
             remedy="give images, or write the coordinates into the text",
         )
@@ -122,7 +123,6 @@ def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
         if type(image) is not int or not 0 <= image < pictures:
             raise DataError(
                 f": the record has images 0 to {pictures - 1}",
-                place=where,
                 key=f"image_id[{place}]",
                 found=image,
                 allowed=range(pictures),
@@ -131,25 +131,21 @@ def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
     return numbers
 
 
-def _coordinates(value: Any, key: str, where: str) -> tuple[float, ...]:
+def _coordinates(value: Any, key: str) -> tuple[float, ...]:
     if not is_list(value) or len(value) not in (2, 4):
         actual = f"a list of {len(value)}" if is_list(value) else kind_of(value)
-        raise DataError(
-            f"is {actual}", place=where, key=key, allowed="[x1, y1, x2, y2], or [x, y] for a point"
-        )
+        raise DataError(f"is {actual}", key=key, allowed="[x1, y1, x2, y2], or [x, y] for a point")
     for number in value:
         if type(number) not in (int, float) or not -_MAX_COORDINATE <= number <= _MAX_COORDINATE:
             actual = f"{number}" if type(number) is float else kind_of(number)
             raise DataError(
                 f"has a coordinate that is {actual}",
-                place=where,
                 key=key,
                 allowed=f"numbers of at most {_MAX_COORDINATE:g}",
             )
     if len(value) == 4 and (value[0] > value[2] or value[1] > value[3]):
         raise DataError(
             ": the second corner must not be left of the first or above it",
-            place=where,
             key=key,
             found=list(value),
             allowed="[x1, y1, x2, y2], not a width and a height",
@@ -157,13 +153,13 @@ def _coordinates(value: Any, key: str, where: str) -> tuple[float, ...]:
     return tuple(value)
 
 
-def _check_marks(objects: Objects, turns: Sequence[ChatMessage], where: str) -> None:
+def _check_marks(objects: Objects, turns: Sequence[ChatMessage]) -> None:
     counts: Counter[str] = Counter()
     for number, turn in enumerate(turns):
         if _has_mark(turn.tool_calls):
             raise DataError(
                 f"has a mark {REF} or {BOX}, and marks are replaced in texts alone",
-                place=f"{where}: message {number}",
+                place=f"message {number}",
                 key="tool_calls",
                 remedy="write the coordinates themselves, 0 to 1000",
             )
@@ -173,7 +169,7 @@ def _check_marks(objects: Objects, turns: Sequence[ChatMessage], where: str) -> 
         if counts[mark] != len(values):
             raise DataError(
                 f"has {len(values)} values for the {counts[mark]} {mark} marks of the texts",
-                place=f"{where}: objects",
+                place="objects",
                 key=name,
                 remedy="give one for each mark",
             )

@@ -1,16 +1,13 @@
-"""Keys of a record: each one is read, passed over or refused. No content of a record is left out in
-silence."""
+"""Meanings of a record's keys, and the error about keys that have none."""
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import PIL.Image
 
-from megatron_vlm.data.records.record import Image, Record, Video, is_empty
 from megatron_vlm.data.records.record_media import IMAGE_OPTIONS, VIDEO_OPTIONS
 from megatron_vlm.errors import DataError
 
@@ -25,7 +22,7 @@ MEANT = frozenset(
     + ("function_call", "documents", "objects", "image", "images", "video", "videos")
     + ("reasoning", "reasoning_content", "thinking", "enable_thinking")
     + ("chat_template", "chat_template_kwargs", "template_kwargs", "image_root")
-    + tuple(IMAGE_OPTIONS | VIDEO_OPTIONS)
+    + (*IMAGE_OPTIONS, *VIDEO_OPTIONS)
 )
 # Beside a prompt for reinforcement learning, these would be another prompt. All other keys are for
 # the reward.
@@ -50,14 +47,14 @@ METADATA = frozenset(
     # The group of a record's loss in ms-swift's log, and the sizes that LLaVA and InternVL note.
     + ("channel", "width", "height", "width_list", "height_list")
 )
-_PREFERENCE = frozenset(
+PREFERENCE_KEYS = frozenset(
     ("chosen", "chosen_messages", "chosen_response", "kto_tag")
     + ("rejected", "rejected_messages", "rejected_response")
 )
 # A list of all right answers to a record's question, by which an evaluation scores. It is not
 # learnt: the record's own answer is.
 REFERENCES = "answers"
-_AUDIO = frozenset({"audio", "audios"})
+AUDIO_KEYS = frozenset({"audio", "audios"})
 
 
 @dataclass(frozen=True)
@@ -78,21 +75,17 @@ class UnknownKeysError(DataError):
         super().__init__(problem, **fields)
         self.keys = dict(keys or {})
 
-    @staticmethod
-    def from_keys(
-        where: str, keys: dict[str, Unknown], ignored: Collection[str]
-    ) -> "UnknownKeysError":
-        return UnknownKeysError(**unknown_keys_problem(where, keys, ignored), keys=keys)
+    def within(self, place: str) -> Self:
+        error = super().within(place)
+        error.keys = self.keys
+        return error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return *super().__reduce__(), {"keys": self.keys}
 
 
 def unknown_keys_problem(
-    where: str,
-    keys: Mapping[str, Unknown],
-    ignored: Collection[str],
-    counts: Mapping[str, str] | None = None,
+    keys: Mapping[str, Unknown], ignored: Collection[str], counts: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the fields of an error about these keys, with the setting that ignores them where that
     may be right. `counts`: the number of records that have each key."""
@@ -117,7 +110,7 @@ def unknown_keys_problem(
         )
         remedies.append(f"see docs/data.md. If training may ignore it, {remedy(others, ignored)}")
     problem = f": {'; '.join(problems)}"
-    return {"problem": problem, "place": where, "remedy": "; ".join(remedies)}
+    return {"problem": problem, "remedy": "; ".join(remedies)}
 
 
 def remedy(names: Iterable[str], ignored: Collection[str]) -> str:
@@ -185,92 +178,3 @@ def references_of(raw: Any) -> tuple[str, ...]:
     answers = raw.get(REFERENCES) if isinstance(raw, Mapping) else None
     is_listed = isinstance(answers, list | tuple) and all(isinstance(text, str) for text in answers)
     return tuple(answers or ()) if is_listed else ()
-
-
-class Keys:
-    """Reader of a record's keys, which collects those that are neither read nor to be ignored. With
-    `strict`, no key of the record itself may be passed over."""
-
-    def __init__(
-        self, where: str, ignored: Collection[str], strict: bool = False, prompts_only: bool = False
-    ):
-        """Make a reader. With `prompts_only`, a reward gets the keys that are not read."""
-        self.where, self.ignored, self.strict = where, frozenset(ignored), strict
-        self.prompts_only = prompts_only
-        self.needed: Collection[str] = ()  # further keys that may not be passed over
-        self.unknown: dict[str, Unknown] = {}
-        self.media: set[str] = set()  # unknown keys of the record itself
-        self.passed: list[str] = []  # keys of the record itself whose values are not used
-        self.media_parts: Counter[str] = Counter()  # parts so far that are images and videos
-        self.marked: list[str] = []  # texts of formats that have marks for images and videos
-
-    def read(self, raw: Mapping[Any, Any], known: Collection[str], where: str) -> dict[str, Any]:
-        """Return the known keys that have a value, and remember the other keys that have one."""
-        fields = {}
-        for key, value in raw.items():
-            if value is None or key in self.ignored:
-                continue
-            if key in known:
-                fields[key] = value
-            elif is_empty(value):
-                continue
-            elif where == self.where:
-                self._remember(str(key), value, known)
-            else:
-                place = where.removeprefix(self.where).lstrip(": ")
-                self.unknown.setdefault(str(key), Unknown(place))
-        return fields
-
-    def _remember(self, key: str, value: Any, known: Collection[str]) -> None:
-        """Remember a key of the record itself that is not read."""
-        if key == REFERENCES and references_of({key: value}):
-            return
-        is_meant = key in self.needed or key in (MEANT_TO_ASK if self.prompts_only else MEANT)
-        is_media = key not in MEANT and looks_like_media(key, value)
-        if is_media:
-            self.media.add(key)
-        near = "" if key in MEANT or is_media else misspelled_key(key, known)
-        if is_meant or is_media or near or self.strict:
-            self.unknown[key] = Unknown(near=near)
-        elif not self.prompts_only:
-            self.passed.append(key)
-
-    def record(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
-        """Return the record without nulls, ignored keys and metadata; refuse untrainable kinds."""
-        dropped = self.ignored | METADATA
-        fields = {k: v for k, v in raw.items() if v is not None and k not in dropped}
-        filled = {key for key, value in fields.items() if not is_empty(value)}
-        # In other data, `label` is a class: a key like any other.
-        marks = sorted(filled & _PREFERENCE) or ["label"] * isinstance(fields.get("label"), bool)
-        if marks and not self.prompts_only:
-            raise DataError(
-                f": this is preference data, by {_join_names(marks)}: it says how good answers "
-                "are, and train.objective=sft learns every answer",
-                place=self.where,
-                key=marks[0],
-                remedy="train with train.objective=dpo (kto for labels); or, if all the other keys "
-                f"hold what is to be learnt, {remedy(marks, self.ignored)}",
-            )
-        if marks := sorted(filled & _AUDIO):
-            raise DataError(
-                f": there is sound, by {_join_names(marks)}, and the model takes no sound: the "
-                "marks would be learnt as text",
-                place=self.where,
-                key=marks[0],
-                remedy="leave such records out; or, if they make sense without the sound, "
-                f"{remedy(marks, self.ignored)}",
-            )
-        return fields
-
-    def check(self, record: Record) -> None:
-        """Refuse the record if it had keys that are neither read nor passed over."""
-        if not self.unknown:
-            return
-        if not (record.media(Image) or record.media(Video)):
-            for key in self.media:
-                self.unknown[key] = Unknown(is_media=True)
-        raise UnknownKeysError.from_keys(self.where, self.unknown, self.ignored)
-
-
-def _join_names(names: list[str]) -> str:
-    return " and ".join(map(repr, names))

@@ -1,26 +1,24 @@
 """Conversion of messages in the formats of OpenAI, ShareGPT and LLaMA-Factory into turns."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import PIL.Image
 
-from megatron_vlm.data.records.keys import Keys, UnknownKeysError
 from megatron_vlm.data.records.record import (
     ChatMessage,
     Image,
     Part,
     Video,
+    both_given,
     dicts,
     is_empty,
     is_list,
     kind_of,
     parse_text,
     require_list,
-    require_object,
-    single_value,
     text_of,
     weight_of,
 )
@@ -33,71 +31,73 @@ from megatron_vlm.data.records.record_media import (
     join_options,
     video_options,
 )
+from megatron_vlm.data.records.taken import Fields, Keys
 from megatron_vlm.data.records.tool_calls import parse_call, split_results
 from megatron_vlm.errors import DataError
 
 # Records name images and videos, or hold their content. Nothing is opened here.
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-_SOURCES = ("bytes", "url", "path", "data")  # data: Anthropic's base64
-# OpenAI's resolution, and Anthropic's notes: the bytes of a picture tell its format.
-_WITHOUT_EFFECT_ON_IMAGES = ("detail", "type", "media_type")
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-def media_column(raw: Mapping[str, Any], kind: str, keys: Keys) -> list[Any]:
+def media_column(fields: Fields, kind: str, keys: Keys) -> list[Any]:
     """Return the images or videos that a record has in a column of their own."""
-    names = [name for name in (kind, f"{kind}s") if not is_empty(raw.get(name))]
-    if len(names) > 1:
-        raise DataError(
-            f"and {kind}s both have a value", place=keys.where, key=kind, remedy="give one of them"
-        )
-    value, (_, read) = raw[names[0]] if names else [], _MEDIA[kind]
-    values = value if is_list(value) else [value]
-    return [read(each, f"{keys.where}: {kind} {i}", keys) for i, each in enumerate(values)]
+    columns = fields.take_all(kind, f"{kind}s")
+    filled = [column for column in columns.values() if not is_empty(column)]
+    if len(filled) > 1:
+        raise both_given(kind, f"{kind}s")
+    [value], (_, read, _) = filled or [[]], _MEDIA[kind]
+    media = []
+    for number, source in enumerate(value if is_list(value) else [value]):
+        with keys.at(f"{kind} {number}"):
+            media.append(read(source, keys))
+    return media
 
 
-def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Image:
-    """Return an image from what names or holds one; `beside` has the other keys of its part."""
-    fields: Mapping[str, Any] = _NOTHING
+def image_of(source: Any, keys: Keys, beside: Mapping[str, Any] = _NO_OPTIONS) -> Image:
+    """Return an image from what names or holds one; `beside` has the options next to it."""
+    held = _NO_OPTIONS
     if isinstance(source, Mapping):  # {"url": ...}, or an undecoded image of `datasets`
-        fields = keys.read(source, {*_SOURCES, *_WITHOUT_EFFECT_ON_IMAGES, *IMAGE_OPTIONS}, where)
-        source = next((fields[key] for key in _SOURCES if key in fields), None)
-        if "data" in fields and source == fields["data"]:
+        fields = keys.open(source)
+        held = fields.take_all(*IMAGE_OPTIONS)
+        # OpenAI's resolution, and Anthropic's notes: the bytes of a picture tell its format.
+        fields.take_all("detail", "type", "media_type")
+        source = fields.take_first("bytes", "url", "path", "data")
+        if "data" in fields and source == fields.take("data"):  # Anthropic's base64
             source = f"data:image;base64,{source}"
     if isinstance(source, bytearray | memoryview):
         source = bytes(source)
     if not isinstance(source, str | bytes | PIL.Image.Image) or not source:
         raise DataError(
-            f": an image must be a path, URL, bytes or PIL image, not {kind_of(source)}",
-            place=where,
+            f": an image must be a path, URL, bytes or PIL image, not {kind_of(source)}"
         )
-    return Image(source, **image_options(join_options(fields, beside, IMAGE_OPTIONS, where), where))
+    return Image(source, **image_options(join_options(held, beside)))
 
 
-def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Video:
+def video_of(source: Any, keys: Keys, beside: Mapping[str, Any] = _NO_OPTIONS) -> Video:
     """Return a video from a path, an object that holds one, or a list of frames."""
-    fields: Mapping[str, Any] = _NOTHING
+    held = _NO_OPTIONS
     if isinstance(source, Mapping):
-        fields = keys.read(source, {"path", "url", "video", *VIDEO_OPTIONS}, where)
-        source = single_value(fields, ("path", "url", "video"), where)
-    options = join_options(fields, beside, VIDEO_OPTIONS, where)
-    if is_list(source):
-        frames = tuple(image_of(f, f"{where}, frame {i}", keys) for i, f in enumerate(source))
-        if not frames:
-            raise DataError(": the video has no frames", place=where)
-        if any(frame.min_pixels or frame.max_pixels for frame in frames):
-            raise DataError(
-                ": frames have min_pixels or max_pixels of their own, and all frames of a video "
-                "have one size",
-                place=where,
-                remedy="give min_pixels and max_pixels beside the video",
-            )
-        return Video(frames, video_options(options, len(frames), where))
-    if not isinstance(source, str) or not source:
+        fields = keys.open(source)
+        held, source = fields.take_all(*VIDEO_OPTIONS), fields.take("path", "url", "video")
+    options = join_options(held, beside)
+    if not is_list(source):
+        if not isinstance(source, str) or not source:
+            raise DataError(f": a video must be a path or a list of frames, not {kind_of(source)}")
+        return Video(source, video_options(options, None))
+    frames = []
+    for number, frame in enumerate(source):
+        with keys.at(f"frame {number}"):
+            frames.append(image_of(frame, keys))
+    if not frames:
+        raise DataError(": the video has no frames")
+    if any(frame.min_pixels or frame.max_pixels for frame in frames):
         raise DataError(
-            f": a video must be a path or a list of frames, not {kind_of(source)}", place=where
+            ": frames have min_pixels or max_pixels of their own, and all frames of a video "
+            "have one size",
+            remedy="give min_pixels and max_pixels beside the video",
         )
-    return Video(source, video_options(options, None, where))
+    return Video(tuple(frames), video_options(options, len(frames)))
 
 
 _CALLERS = ("function_call", "tool_call")  # roles whose content is a call, or a list of calls
@@ -111,10 +111,6 @@ _ROLE_NAMES = {
 }
 _WEIGHTS = ("weight", "loss_weight", "train", "training", "trainable", "loss")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_MESSAGE = {"role", "from", "content", "value", "tool_calls", "function_call"}
-# The first two change nothing; some templates show the name of a tool's answer.
-_MESSAGE |= {"name", "metadata", *_WEIGHTS, *_REASONING}
-_ANSWER = {"tool_call_id"}  # the call of an answer
 # The content of each kind of part is at one of these keys.
 _PARTS = {
     "text": ("text", "value", "content"),
@@ -128,34 +124,33 @@ _KINDS = {
     **{"image_url": "image", "video_url": "video", "thinking": "reasoning"},
     **{"image_path": "image", "image_binary": "image"},
 }
-_MORE = {"image": IMAGE_OPTIONS | {"base64", "binary", "index"}, "video": VIDEO_OPTIONS | {"index"}}
-_WITHOUT_EFFECT = ("cache_control", "signature")  # keys of Anthropic's parts
-_MEDIA = {"image": (AWAITED_IMAGE, image_of), "video": (AWAITED_VIDEO, video_of)}
+_MEDIA: dict[str, tuple[Part, Callable[..., Part], tuple[str, ...]]] = {
+    "image": (AWAITED_IMAGE, image_of, IMAGE_OPTIONS),
+    "video": (AWAITED_VIDEO, video_of, VIDEO_OPTIONS),
+}
 
 
-def parse_messages(messages: Any, where: str, keys: Keys) -> list[ChatMessage]:
+def parse_messages(messages: Any, keys: Keys) -> list[ChatMessage]:
     """Parse a list of messages, which may be JSON text."""
     if isinstance(messages, str):
-        messages = parse_text(messages, "messages", where)
+        messages = parse_text(messages, "messages")
     turns: list[ChatMessage] = []
-    for number, message in enumerate(require_list(messages, "messages", where)):
-        place = f"{where}: message {number}"
-        for piece in split_results(message, place, keys):
-            turn = _parse_message(piece, place, keys)
-            is_call = isinstance(piece, Mapping) and _speaker(piece, place) in _CALLERS
-            if is_call and turns and turns[-1].role == "assistant":
-                turns[-1] = _with_calls(turns[-1], turn, place)
-            else:
-                turns.append(turn)
+    for number, message in enumerate(require_list(messages, "messages")):
+        with keys.at(f"message {number}"):
+            for piece in split_results(message, keys):
+                turn = _parse_message(piece, keys)
+                if _speaker(piece) in _CALLERS and turns and turns[-1].role == "assistant":
+                    turns[-1] = _with_calls(turns[-1], turn)
+                else:
+                    turns.append(turn)
     return turns
 
 
-def _with_calls(said: ChatMessage, calls: ChatMessage, where: str) -> ChatMessage:
+def _with_calls(said: ChatMessage, calls: ChatMessage) -> ChatMessage:
     """Return one message of what the assistant said and the calls in the next message."""
     if said.weight != calls.weight:
         raise DataError(
             "differs from that of the message before, and both are one answer",
-            place=where,
             key="weight",
             found=calls.weight,
             remedy="give them the same",
@@ -163,133 +158,129 @@ def _with_calls(said: ChatMessage, calls: ChatMessage, where: str) -> ChatMessag
     return replace(said, tool_calls=said.tool_calls + calls.tool_calls)
 
 
-def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
-    speaker = _speaker(require_object(message, where), where)
+def _parse_message(message: Any, keys: Keys) -> ChatMessage:
+    fields, speaker = keys.open(message), _speaker(message)
     role = _ROLE_NAMES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
-        raise DataError(place=where, key="role", found=speaker, allowed=tuple(_ROLE_NAMES))
-    message = keys.read(message, _MESSAGE | (_ANSWER if role == "tool" else set()), where)
-    content = single_value(message, ("content", "value"), where)
-    calls = dicts(message.get("tool_calls") or (), "tool_calls", where)
-    calls += dicts(message.get("function_call") or (), "function_call", where)
+        raise DataError(key="role", found=speaker, allowed=tuple(_ROLE_NAMES))
+    # The last two change nothing; some templates show the name of a tool's answer.
+    fields.take_all("role", "from", "metadata", "name")
+    content = fields.take("content", "value")
+    calls = fields.dicts("tool_calls") + fields.dicts("function_call")
     if speaker in _CALLERS:
-        calls, content = dicts(content, str(speaker), where), None
-    by_kind = _parse_content(content, where, keys)
-    thoughts = single_value(message, _REASONING, where)
+        calls, content = dicts(content, speaker), None
+    by_kind = _parse_content(content, keys)
+    thoughts = fields.take(*_REASONING)
     texts = [*by_kind["reasoning"], *([] if is_empty(thoughts) else [thoughts])]
-    reasoning = "".join(text_of(text, "reasoning", where) for text in texts)
+    reasoning = "".join(text_of(text, "reasoning") for text in texts)
     calls += by_kind["tool_call"]
     if reasoning and role != "assistant":
         raise DataError(
             f"is in a message of role {role}; only messages of the assistant have it",
-            place=where,
             key="reasoning",
         )
+    weight = fields.take(*_WEIGHTS)
+    of_result = fields.take_all("name", "tool_call_id") if role == "tool" else {}
     if not by_kind["parts"] and not calls and role != "system":
-        if keys.unknown:  # most likely the message is not empty, and one of these keys has it
-            raise UnknownKeysError.from_keys(keys.where, keys.unknown, keys.ignored)
+        keys.check_opened()  # most likely the message is not empty, and an unknown key has it
         raise DataError(
             f"is empty in a message of role {role}",
-            place=where,
             key="content",
             remedy="write it, or leave the record out",
         )
-    weight = single_value(message, _WEIGHTS, where)
-    of_call = (message.get(key) for key in ("name", "tool_call_id") if role == "tool")
+    name, call_id = (of_result.get(key) for key in ("name", "tool_call_id"))
     return ChatMessage(
         role,
         tuple(by_kind["parts"]),
-        tuple(parse_call(call, where, keys) for call in calls),
-        None if weight is None else weight_of(weight, "weight", where),
+        tuple(parse_call(call, keys) for call in calls),
+        None if weight is None else weight_of(weight, "weight"),
         reasoning,
-        *(each if isinstance(each, str) else "" for each in of_call),
+        name if isinstance(name, str) else "",
+        call_id if isinstance(call_id, str) else "",
     )
 
 
-def _speaker(message: Mapping[str, Any], where: str) -> Any:
+def _speaker(message: Mapping[str, Any]) -> Any:
     """Return the role as the message spells it."""
     role, name = message.get("role"), message.get("from")
     known = isinstance(role, str) and isinstance(name, str)
     if known and role and name and _ROLE_NAMES.get(role) != _ROLE_NAMES.get(name):
-        raise DataError(
-            f"and from={name!r} differ", place=where, key="role", found=role, remedy="give one"
-        )
+        raise DataError(f"and from={name!r} differ", key="role", found=role, remedy="give one")
     return role or name
 
 
-def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]:
+def _parse_content(content: Any, keys: Keys) -> dict[str, list[Any]]:
     """Return the parts in the order of display, and the reasoning and the calls among them."""
     by_kind: dict[str, list[Any]] = {"parts": [], "reasoning": [], "tool_call": []}
     if isinstance(content, str | Mapping):
         content = [content]
     if content is not None and not is_list(content):
-        raise DataError(
-            f"must be a string or a list, not {kind_of(content)}", place=where, key="content"
-        )
+        raise DataError(f"must be a string or a list, not {kind_of(content)}", key="content")
     for number, part in enumerate(content or ()):
-        place = f"{where}, part {number}"
-        kind = _kind_of_part(part) if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind in keys.ignored:
-            continue
-        if kind == "tool_use":  # Anthropic's part is the call itself
-            by_kind["tool_call"].append(dict(part))
-            continue
-        keys.marked += [part] if isinstance(part, str) else []
-        kind, value = ("text", part) if isinstance(part, str) else _parse_part(part, place, keys)
-        if kind == "tool_call":
-            by_kind[kind] += dicts(value, kind, place)
-        elif value != "":
-            by_kind[kind if kind == "reasoning" else "parts"].append(value)
+        with keys.at(f"part {number}"):
+            kind, value = _parse_part(part, keys)
+        by_kind[kind] += value
     return by_kind
 
 
-def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
-    """Return the kind of a part, and its content."""
+def _parse_part(part: Any, keys: Keys) -> tuple[str, Sequence[Any]]:
+    """Return the kind of a part, parts, reasoning or tool_call, and what it has."""
+    if isinstance(part, str):
+        keys.marked.append(part)
+        return "parts", [part] * bool(part)
     if not isinstance(part, Mapping):
-        raise DataError(f"must be a string or an object, not {kind_of(part)}", place=where)
-    type_name = _kind_of_part(part)
+        raise DataError(f"must be a string or an object, not {kind_of(part)}")
+    type_name = part.get("type") or next(
+        (kind for kind in _KINDS if part.get(kind) is not None), ""
+    )
+    if isinstance(type_name, str) and type_name in keys.ignored:
+        return "parts", ()
+    if type_name == "tool_use":  # Anthropic's part is the call itself
+        return "tool_call", [dict(part)]
     kind = _KINDS.get(type_name) if isinstance(type_name, str) else None
     if kind is None:
-        raise DataError(place=where, key="type", found=type_name, allowed=tuple(_KINDS))
-    more = _MORE.get(kind, frozenset())
-    part = keys.read(part, {"type", *_PARTS[kind], *more, *_WITHOUT_EFFECT}, where)
-    value = single_value(part, _PARTS[kind], where)
-    if kind in ("text", "reasoning"):
-        return kind, text_of(value, kind, where)
-    if kind == "image" and value is None and (encoded := part.keys() & {"base64", "binary"}):
-        held = part[min(encoded)]
-        value = held if isinstance(held, bytes) else f"data:image;base64,{held}"
+        raise DataError(key="type", found=type_name, allowed=tuple(_KINDS))
+    fields = keys.open(part)
+    fields.take_all("type", "cache_control", "signature")  # Anthropic's notes change nothing
+    value = fields.take(*_PARTS[kind])
+    if kind == "tool_call":
+        return kind, dicts(value, kind)
     if kind in _MEDIA:
-        _check_index(part.get("index"), kind, where, keys)
-        awaited, read = _MEDIA[kind]
-        if value is not None:
-            return kind, read(value, where, keys, part)
-        if options := sorted(part.keys() & _MORE[kind] - {"index"}):
-            raise DataError(
-                f"is an option of a part without {kind}",
-                place=where,
-                key=options[0],
-                remedy=f'give both in the record\'s {kind}s: {{"path": ..., "{options[0]}": ...}}',
-            )
-        return kind, awaited
-    return kind, value
+        return "parts", [_parse_medium(kind, value, fields, keys)]
+    text = text_of(value, kind)
+    return ("parts" if kind == "text" else kind), [text] * bool(text)
 
 
-def _check_index(index: Any, kind: str, where: str, keys: Keys) -> None:
+def _parse_medium(kind: str, value: Any, fields: Fields, keys: Keys) -> Part:
+    """Return the image or video of a part, with its options, or the sign that a column has it."""
+    awaited, read, names = _MEDIA[kind]
+    if kind == "image":
+        held = fields.take_first("base64", "binary")
+        if value is None and held is not None:
+            value = held if isinstance(held, bytes) else f"data:image;base64,{held}"
+    options = fields.take_all(*names)
+    _check_index(fields.take("index"), kind, keys)
+    if value is not None:
+        return read(value, keys, options)
+    if options:
+        first = min(options)
+        raise DataError(
+            f"is an option of a part without {kind}",
+            key=first,
+            remedy=f'give both in the record\'s {kind}s: {{"path": ..., "{first}": ...}}',
+        )
+    return awaited
+
+
+def _check_index(index: Any, kind: str, keys: Keys) -> None:
     """Check that trl's `index` of a picture is its place among those of the record."""
     place = keys.media_parts[kind]
     keys.media_parts[kind] += 1
     if index is not None and (type(index) not in (int, float) or index != place):
         raise DataError(
             f"is not the place of this {kind}, and they are taken in order",
-            place=where,
             key="index",
             found=index,
             allowed=place,
             remedy=f"put the {kind}s in the order of their parts",
         )
-
-
-def _kind_of_part(part: Mapping[str, Any]) -> Any:
-    """Return the type that a part states, or else the kind that its keys tell."""
-    return part.get("type") or next((kind for kind in _KINDS if part.get(kind) is not None), "")

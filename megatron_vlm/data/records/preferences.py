@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.plain import answer_at, as_turns
 from megatron_vlm.data.records.record import (
     ChatMessage,
@@ -19,6 +18,7 @@ from megatron_vlm.data.records.record import (
     require_record,
 )
 from megatron_vlm.data.records.record_media import MARKS
+from megatron_vlm.data.records.taken import Keys
 from megatron_vlm.errors import DataError
 
 Parse = Callable[[Mapping[str, Any], str], Record]
@@ -41,42 +41,35 @@ _FIRST_ROLES = ("system", "developer", "user", "human")
 _REMEDY = "see docs/preferences.md for the formats"
 
 
-def parse_pair(
-    raw: Any, where: str, parse: Parse, ignored: Sequence[str] = ()
-) -> list[tuple[Record, bool]]:
+def parse_pair(raw: Any, parse: Parse, ignored: Sequence[str] = ()) -> list[tuple[Record, bool]]:
     """Parse a record with a chosen and a rejected answer. `parse` parses a record of one chat.
     Return both chats, whose last turns are the answers, and of each whether it is rejected."""
-    raw = require_record(raw, where, ignored)
-    chosen, rejected = (answer_at(raw, names, where) for names in (_CHOSEN, _REJECTED))
+    raw = require_record(raw, ignored)
+    chosen, rejected = (answer_at(raw, names) for names in (_CHOSEN, _REJECTED))
     rest = {key: raw[key] for key in raw if key not in (*_CHOSEN, *_REJECTED)}
     if rejected is None:
         raise DataError(
-            "is missing: a pair has a chosen and a rejected answer",
-            place=where,
-            key="rejected",
-            remedy=_REMEDY,
+            "is missing: a pair has a chosen and a rejected answer", key="rejected", remedy=_REMEDY
         )
     if chosen is None:
-        answers = _pair_after_chat(rest, rejected, where, parse)
+        answers = _pair_after_chat(rest, rejected, parse)
     elif _is_chat(chosen) and _is_chat(rejected):
-        answers = _pair_of_chats(rest, chosen, rejected, where, parse)
+        answers = _pair_of_chats(rest, chosen, rejected, parse)
     elif _is_chat(chosen) or _is_chat(rejected):
         raise DataError(
             "and rejected differ in form: one has the whole chat, and one only the answer",
-            place=where,
             key="chosen",
             remedy=_REMEDY,
         )
     else:
         answers = [
-            _untrained_prompt(*_answered(rest, answer, f"{where}: {name}", parse))
+            _untrained_prompt(*_answered(rest, answer, name, parse))
             for name, answer in (("chosen", chosen), ("rejected", rejected))
         ]
     good, bad = answers
     if good.turns == bad.turns:
         raise DataError(
             "and chosen are the same answer: nothing can be learnt from the pair",
-            place=where,
             key="rejected",
             remedy="leave the record out, or set data.max_errors=100",
         )
@@ -84,35 +77,31 @@ def parse_pair(
 
 
 def parse_labelled(
-    raw: Any, where: str, parse: Parse, ignored: Sequence[str] = ()
+    raw: Any, parse: Parse, ignored: Sequence[str] = ()
 ) -> list[tuple[Record, bool]]:
     """Parse a record whose answer has a label, true if it is good, or a pair of both kinds."""
-    raw = require_record(raw, where, ignored)
+    raw = require_record(raw, ignored)
     if any(name in raw for name in _REJECTED):
-        return parse_pair(raw, where, parse)
+        return parse_pair(raw, parse)
     names = [name for name in _LABELS if name in raw]
     if not names:
         raise DataError(
-            "is missing: it says whether the answer is good",
-            place=where,
-            key="label",
-            remedy=_REMEDY,
+            "is missing: it says whether the answer is good", key="label", remedy=_REMEDY
         )
     values = {name: raw.pop(name) for name in names}
     for name, value in values.items():
         if not isinstance(value, bool):
-            raise DataError(place=where, key=name, found=value, allowed=(True, False))
+            raise DataError(key=name, found=value, allowed=(True, False))
     if len({*values.values()}) > 1:
-        raise DataError("and kto_tag differ", place=where, key="label", remedy="give one of them")
-    chat = _chat(parse(raw, where), where)
+        raise DataError("and kto_tag differ", key="label", remedy="give one of them")
+    chat = _chat(parse(raw, ""))
     if chat.turns[-1].role != "assistant":
         raise DataError(
             ": the last message is not an answer of the assistant, and the label rates that",
-            place=where,
             key=names[0],
         )
     answer = raw.get("completion")
-    length = len(as_turns(answer, "assistant", Keys(where, ()))) if is_list(answer) else 1
+    length = len(_turns_of(answer, "assistant", "")) if is_list(answer) else 1
     return [(_untrained_prompt(chat, length), not values[names[0]])]
 
 
@@ -124,28 +113,27 @@ def _is_chat(answer: Any) -> bool:
 
 
 def _answered(
-    rest: Mapping[str, Any], answer: Any, where: str, parse: Parse
+    rest: Mapping[str, Any], answer: Any, place: str, parse: Parse
 ) -> tuple[Conversation, int]:
     """Return the chat of the question with this answer, and the answer's number of turns."""
-    length = len(as_turns(answer, "assistant", Keys(where, ())))
+    length = len(_turns_of(answer, "assistant", place))
     listed = next((name for name in _LISTS if name in rest), None)
     if listed is not None:
-        messages = dicts(rest[listed], listed, where)
+        messages = dicts(rest[listed], listed)
         spelled = {"from": "gpt", "value": answer} if "from" in (messages or [{}])[0] else {}
         spelled = spelled or {"role": "assistant", "content": answer}
         more = [spelled] if isinstance(answer, str) else answer
-        return _chat(parse({**rest, listed: [*messages, *more]}, where), where), length
+        return _chat(parse({**rest, listed: [*messages, *more]}, place)), length
     question = next((name for name in _ANSWER_OF if name in rest), None)
     if question is None:
         raise DataError(
             "is missing: there are two answers, and no question",
-            place=where,
             key="prompt",
             remedy=f"give the question as prompt, messages or conversations; {_REMEDY}",
         )
     if question != "prompt" and not isinstance(answer, str):
         [answer] = [_content(message) for message in answer] if length == 1 else [answer]
-    return _chat(parse({**rest, _ANSWER_OF[question]: answer}, where), where), length
+    return _chat(parse({**rest, _ANSWER_OF[question]: answer}, place)), length
 
 
 def _content(message: Mapping[str, Any]) -> Any:
@@ -153,12 +141,12 @@ def _content(message: Mapping[str, Any]) -> Any:
 
 
 def _pair_of_chats(
-    rest: dict[str, Any], chosen: Any, rejected: Any, where: str, parse: Parse
+    rest: dict[str, Any], chosen: Any, rejected: Any, parse: Parse
 ) -> list[Conversation]:
     """Return the chats of a pair that both begin with the prompt, which may stand apart, too."""
     prompt = rest.pop("prompt", None)
     good, bad = (
-        _chat(parse({**rest, "messages": messages}, f"{where}: {name}"), where)
+        _chat(parse({**rest, "messages": messages}, name))
         for name, messages in (("chosen", chosen), ("rejected", rejected))
     )
     pairs = zip(good.turns, bad.turns, strict=False)
@@ -167,7 +155,7 @@ def _pair_of_chats(
         min(len(good.turns), len(bad.turns)),
     )
     if prompt is not None:
-        _check_prompt(prompt, good.turns[:shared], where)
+        _check_prompt(prompt, good.turns[:shared])
     for name, chat in (("chosen", good), ("rejected", bad)):
         has_user = any(turn.role == "user" for turn in chat.turns[:shared])
         if not has_user or not any(turn.role == "assistant" for turn in chat.turns[shared:]):
@@ -176,27 +164,32 @@ def _pair_of_chats(
             raise DataError(
                 ": the turns that chosen and rejected share are the prompt, and there must be a "
                 "question among them and an answer after them",
-                place=where,
                 key=name,
                 remedy="check that both begin with the same messages",
             )
     return [_untrained_prompt(chat, len(chat.turns) - shared) for chat in (good, bad)]
 
 
-def _check_prompt(prompt: Any, shared: Sequence[ChatMessage], where: str) -> None:
+def _check_prompt(prompt: Any, shared: Sequence[ChatMessage]) -> None:
     """Refuse a prompt that has more than what chosen and rejected begin with."""
-    messages = prompt if isinstance(prompt, str) else dicts(prompt, "prompt", where)
+    messages = prompt if isinstance(prompt, str) else dicts(prompt, "prompt")
     known = [item for turn in shared for item in _items(turn)]
     known += [_words([part]) for turn in shared for part in turn.parts]
     known += [type(item)("") for item in known if isinstance(item, Image | Video)]  # no source
-    for turn in as_turns(messages, "user", Keys(where, ())):
+    for turn in _turns_of(messages, "user", "prompt"):
         if any(item not in known for item in _items(turn)):
             raise DataError(
                 "is not among the messages that chosen and rejected both begin with",
-                place=where,
                 key="prompt",
                 remedy="leave it out, or let chosen and rejected have the answers alone",
             )
+
+
+def _turns_of(value: Any, role: str, place: str) -> list[ChatMessage]:
+    """Return the turns of a prompt or of an answer by itself."""
+    keys = Keys()
+    with keys.record_at(place):
+        return as_turns(value, role, keys)
 
 
 def _items(turn: ChatMessage) -> list[Any]:
@@ -212,9 +205,7 @@ def _words(parts: Sequence[Part]) -> str:
     return "".join(MARKS.sub("", text).split())
 
 
-def _pair_after_chat(
-    rest: dict[str, Any], rejected: Any, where: str, parse: Parse
-) -> list[Conversation]:
+def _pair_after_chat(rest: dict[str, Any], rejected: Any, parse: Parse) -> list[Conversation]:
     """Return the chats of ms-swift's pairs: a whole chat, and another answer or another chat."""
     pictures = {
         name.removeprefix("rejected_"): rest.pop(name)
@@ -228,36 +219,31 @@ def _pair_after_chat(
         if pictures:
             raise DataError(
                 ": the two chats have other pictures, so they have no prompt in common",
-                place=where,
                 key=f"rejected_{next(iter(pictures))}",
                 remedy="give the pictures of the prompt once, as images",
             )
-        return _pair_of_chats(other, dicts(rest[listed], listed, where), rejected, where, parse)
-    chat = _chat(parse(rest, f"{where}: chosen"), where)
+        return _pair_of_chats(other, dicts(rest[listed], listed), rejected, parse)
+    chat = _chat(parse(rest, "chosen"))
     if chat.turns[-1].role != "assistant":
         raise DataError(
             "is missing: the record has a rejected answer, and its last message is a question",
-            place=where,
             key="chosen",
             remedy=_REMEDY,
         )
     if listed is not None:
-        messages = dicts(rest[listed], listed, where)
+        messages = dicts(rest[listed], listed)
         other[listed] = messages[:-1]
     else:
         for name in ("completion", "response", "output", "answer", "solution"):
             other.pop(name, None)
-    bad = _answered(other, rejected, f"{where}: rejected", parse)
+    bad = _answered(other, rejected, "rejected", parse)
     return [_untrained_prompt(chat, 1), _untrained_prompt(*bad)]
 
 
-def _chat(record: Record, where: str) -> Conversation:
+def _chat(record: Record) -> Conversation:
     if not isinstance(record, Conversation):
         raise DataError(
-            ": encoded chunks have no answers to compare",
-            place=where,
-            key="chunks",
-            remedy="give messages",
+            ": encoded chunks have no answers to compare", key="chunks", remedy="give messages"
         )
     return record
 

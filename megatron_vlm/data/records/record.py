@@ -119,66 +119,66 @@ class EncodedRecord:
 Record = Conversation | EncodedRecord
 
 
-def dicts(value: Any, key: str, where: str) -> list[dict[str, Any]]:
+def dicts(value: Any, key: str) -> list[dict[str, Any]]:
     """Return a list of JSON objects. A single object and a JSON string are accepted, too."""
-    value = parse_text(value, key, where) if isinstance(value, str) else value
+    value = parse_text(value, key) if isinstance(value, str) else value
     value = [value] if isinstance(value, Mapping) else value
     if not is_list(value) or not all(isinstance(item, Mapping) for item in value):
-        raise DataError(f"must be a list of objects, not {kind_of(value)}", place=where, key=key)
+        raise DataError(f"must be a list of objects, not {kind_of(value)}", key=key)
     try:  # transformers 5.23 shows only the type of values that tables hold and JSON cannot
         json.dumps([*value], allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"must be JSON: {error}", place=where, key=key) from error
+        raise DataError(f"must be JSON: {error}", key=key) from error
     return [dict(item) for item in value]
 
 
-def parse_text(text: str, key: str, where: str) -> Any:
+def parse_text(text: str, key: str) -> Any:
     """Parse the JSON text at this key."""
     try:
-        return UntrustedFile(where).parse(text, "is a string that is not JSON")
+        return UntrustedFile("").parse(text, "is a string that is not JSON")
     except DataError as error:
         raise DataError(**error.fields() | {"key": key}) from error
 
 
-def text_of(value: Any, name: str, where: str) -> str:
+def text_of(value: Any, key: str) -> str:
     """Return the value, which must be a string."""
     if not isinstance(value, str):
-        raise DataError(f"must be a string, not {kind_of(value)}", place=where, key=name)
+        raise DataError(f"must be a string, not {kind_of(value)}", key=key)
     return value
 
 
-def require_list(value: Any, key: str, where: str) -> Sequence[Any]:
+def require_list(value: Any, key: str) -> Sequence[Any]:
     """Return the value, which must be a list."""
     if not is_list(value):
-        raise DataError(f"must be a list, not {kind_of(value)}", place=where, key=key)
+        raise DataError(f"must be a list, not {kind_of(value)}", key=key)
     return value
 
 
-def require_object(value: Any, where: str, key: str = "") -> Mapping[str, Any]:
+def require_object(value: Any, key: str = "") -> Mapping[str, Any]:
     """Return the value, which must be an object."""
     if not isinstance(value, Mapping):
-        raise DataError(f"must be an object, not {kind_of(value)}", place=where, key=key)
+        raise DataError(f"must be an object, not {kind_of(value)}", key=key)
     return value
 
 
-def require_record(raw: Any, where: str, ignored: Collection[str] = ()) -> dict[str, Any]:
+def require_record(raw: Any, ignored: Collection[str] = ()) -> dict[str, Any]:
     """Return the keys of a raw record that have a value and are not ignored."""
     if not isinstance(raw, Mapping):
-        raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
+        raise DataError(f": a record must be a JSON object, not {kind_of(raw)}")
     return {key: value for key, value in raw.items() if value is not None and key not in ignored}
 
 
-def weight_of(value: Any, key: str, where: str) -> float:
+def weight_of(value: Any, key: str) -> float:
     """Return a loss weight, of a message or a token. True is 1, and false is 0."""
     if isinstance(value, bool | int | float) and (not value or _MIN_WEIGHT <= value <= _MAX_WEIGHT):
         return float(value)
     allowed = (
         f"0 (or false), 1 (or true), or another weight from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}"
     )
-    raise DataError(place=where, key=key, found=value, allowed=allowed)
+    raise DataError(key=key, found=value, allowed=allowed)
 
 
-def single_value(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
+def single_value(raw: Mapping[str, Any], names: Sequence[str]) -> Any:
     """Return the value at one of these keys, which all mean the same; None if all are absent."""
     values = {name: raw[name] for name in names if raw.get(name) is not None}
     filled = {name: value for name, value in values.items() if not is_empty(value)}
@@ -186,12 +186,14 @@ def single_value(raw: Mapping[str, Any], names: Sequence[str], where: str) -> An
     for name, value in others:
         if filled and value != first[1]:
             raise DataError(
-                f"and {name} mean the same and differ",
-                place=where,
-                key=first[0],
-                remedy="give one of them",
+                f"and {name} mean the same and differ", key=first[0], remedy="give one of them"
             )
     return first[1]
+
+
+def both_given(one: str, other: str) -> DataError:
+    """Return the error of a record with values at two keys of which it may have one."""
+    return DataError(f"and {other} both have a value", key=one, remedy="give one of them")
 
 
 def is_empty(value: Any) -> bool:

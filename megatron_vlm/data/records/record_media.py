@@ -40,13 +40,11 @@ _NOT_CARRIED_OUT = {
 _OF_FILES = ("nframes", "num_frames", "min_frames", "max_frames", "video_start", "video_end")
 _OF_LISTS = ("sample_fps", "times", "timestamps")
 _COUNTS = {"min_frames": 1, "max_frames": 2, "min_pixels": 1, "max_pixels": 1, "total_pixels": 1}
-IMAGE_OPTIONS = frozenset({"min_pixels", "max_pixels", "resized_height", "resized_width"})
-VIDEO_OPTIONS = frozenset({"fps", *_COUNTS, *_NOT_CARRIED_OUT, *_OF_FILES, *_OF_LISTS})
+IMAGE_OPTIONS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+VIDEO_OPTIONS = ("fps", *{**_COUNTS, **_NOT_CARRIED_OUT}, *_OF_FILES, *_OF_LISTS)
 
 
-def place_media(
-    turns: list[ChatMessage], columns: Mapping[str, list[Any]], where: str
-) -> list[ChatMessage]:
+def place_media(turns: list[ChatMessage], columns: Mapping[str, list[Any]]) -> list[ChatMessage]:
     """Put the columns' images and videos in the places of `<image>` marks and of parts without a
     source or, without such places, at the start of the first user turn, as TRL does."""
     if any(columns.values()):
@@ -56,12 +54,11 @@ def place_media(
         places = sum(part == awaited for turn in turns for part in turn.parts)
         present = any(isinstance(part, type(awaited)) for turn in turns for part in turn.parts)
         if column and not present:
-            turns = _prepend(turns, column, kind, where)
+            turns = _prepend(turns, column, kind)
         elif places != len(column):
             raise DataError(
                 f": there are {places} {kind} places (<{kind}> marks, or parts without a source) "
                 f"but {len(column)} {kind}s",
-                place=where,
                 key=f"{kind}s",
                 remedy="give one for each place",
             )
@@ -91,14 +88,10 @@ def _split_marks(parts: Sequence[Part], waiting: Mapping[str, list[Any]]) -> tup
     return tuple(new_parts)
 
 
-def _prepend(
-    turns: list[ChatMessage], media: list[Any], kind: str, where: str
-) -> list[ChatMessage]:
+def _prepend(turns: list[ChatMessage], media: list[Any], kind: str) -> list[ChatMessage]:
     first = next((i for i, turn in enumerate(turns) if turn.role == "user"), None)
     if first is None:
-        raise DataError(
-            f": there are {kind}s but no user message to put them in", place=where, key=f"{kind}s"
-        )
+        raise DataError(f": there are {kind}s but no user message to put them in", key=f"{kind}s")
     turns[first] = replace(turns[first], parts=(*media, *turns[first].parts))
     return turns
 
@@ -117,127 +110,108 @@ def check_lone_marks(texts: Iterable[str], record: Record) -> None:
         raise DataError(
             f"has {count} <{kind}> mark{'s' * (count > 1)} and no {kind}, and marks would be "
             "learnt as text",
-            place=record.where,
             remedy=f"{remedy}. If texts mean the word itself, give them as parts, "
             '{"type": "text", "text": ...}, or set data.lone_marks=text',
         )
 
 
-def join_options(
-    held: Mapping[str, Any], beside: Mapping[str, Any], names: frozenset[str], where: str
-) -> dict[str, Any]:
+def join_options(held: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
     """Join the options in the object that holds a medium with those next to it in its part."""
-    held, beside = ({k: v for k, v in raw.items() if k in names} for raw in (held, beside))
     for key in held.keys() & beside.keys():
         if held[key] != beside[key]:
-            raise DataError(
-                "occurs twice, with different values", place=where, key=key, remedy="give it once"
-            )
-    return {key: value for key, value in (held | beside).items() if not is_empty(value)}
+            raise DataError("occurs twice, with different values", key=key, remedy="give it once")
+    return {key: value for key, value in {**held, **beside}.items() if not is_empty(value)}
 
 
-def image_options(raw_options: Mapping[str, Any], where: str) -> dict[str, int | None]:
+def image_options(raw_options: Mapping[str, Any]) -> dict[str, int | None]:
     """Return the bounds of an image's pixels."""
-    _refuse(raw_options, _NOT_CARRIED_OUT, where)
-    bounds = {
-        key: _count(raw_options.get(key), key, 1, where) for key in ("min_pixels", "max_pixels")
-    }
-    _check_order(bounds, "min_pixels", "max_pixels", where)
+    _refuse(raw_options, _NOT_CARRIED_OUT)
+    bounds = {key: _count(raw_options.get(key), key, 1) for key in ("min_pixels", "max_pixels")}
+    _check_order(bounds, "min_pixels", "max_pixels")
     return bounds
 
 
-def video_options(
-    raw_options: Mapping[str, Any], num_frames: int | None, where: str
-) -> VideoOptions:
+def video_options(raw_options: Mapping[str, Any], num_frames: int | None) -> VideoOptions:
     """Return the options of a list of `num_frames` frames or, where that is None, of a file."""
-    _refuse(raw_options, _NOT_CARRIED_OUT, where)
+    _refuse(raw_options, _NOT_CARRIED_OUT)
     misplaced = dict.fromkeys(_OF_FILES, "all frames of a list are taken")
     if num_frames is None:
         misplaced = dict.fromkeys(_OF_LISTS, "it is for a list of frames, not for a file")
-    _refuse(raw_options, misplaced, where)
-    nframes = single_value(raw_options, ("nframes", "num_frames"), where)
-    fps = single_value(raw_options, ("fps", "sample_fps"), where)
-    times = single_value(raw_options, ("times", "timestamps"), where)
+    _refuse(raw_options, misplaced)
+    nframes = single_value(raw_options, ("nframes", "num_frames"))
+    fps = single_value(raw_options, ("fps", "sample_fps"))
+    times = single_value(raw_options, ("times", "timestamps"))
     if nframes is not None and raw_options.keys() & {"fps", "min_frames", "max_frames"}:
         raise DataError(
             "sets the number of frames",
-            place=where,
             key="nframes",
             found=nframes,
             remedy="leave out fps, min_frames and max_frames, or nframes",
         )
     if times is not None and fps is not None:
         raise DataError(
-            "and fps both set the times of the frames",
-            place=where,
-            key="times",
-            remedy="give one of them",
+            "and fps both set the times of the frames", key="times", remedy="give one of them"
         )
     options: dict[str, Any] = {
-        key: _count(raw_options.get(key), key, minimum, where) for key, minimum in _COUNTS.items()
+        key: _count(raw_options.get(key), key, minimum) for key, minimum in _COUNTS.items()
     }
     times_of_clip = ("video_start", "video_end")
-    options |= {key: _number(raw_options.get(key), key, where) for key in times_of_clip}
+    options |= {key: _number(raw_options.get(key), key) for key in times_of_clip}
     for bounds in (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), times_of_clip):
-        _check_order(options, *bounds, where)
+        _check_order(options, *bounds)
     return VideoOptions(
-        fps=_number(fps, "fps", where),
-        nframes=_count(nframes, "nframes", 2, where),
-        times=None if times is None else _times(times, num_frames or 0, where),
+        fps=_number(fps, "fps"),
+        nframes=_count(nframes, "nframes", 2),
+        times=None if times is None else _times(times, num_frames or 0),
         **options,
     )
 
 
-def _refuse(options: Mapping[str, Any], reasons: Mapping[str, str], where: str) -> None:
+def _refuse(options: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
     for key in options:
         if key in reasons:
             raise DataError(
                 f"is not supported here: {reasons[key]}",
-                place=where,
                 key=key,
                 remedy=f"or leave it out, for example by data.ignore_keys=[{key}]",
             )
 
 
-def _count(value: Any, key: str, minimum: int, where: str) -> int | None:
+def _count(value: Any, key: str, minimum: int) -> int | None:
     """Return a whole number. Tables with gaps hold it as a float."""
     if value is None or (
         _is_number(value) and minimum <= value <= _MAX_INT32 and value == int(value)
     ):
         return value if value is None else int(value)
     allowed = f"a whole number, at least {minimum}"
-    raise DataError(place=where, key=key, found=value, allowed=allowed)
+    raise DataError(key=key, found=value, allowed=allowed)
 
 
-def _number(value: Any, key: str, where: str) -> float | None:
+def _number(value: Any, key: str) -> float | None:
     """Return a frame rate or a time."""
     low, allowed = (_MIN_RATE, "frames per second, above 0") if key == "fps" else (0, _SECONDS)
     if value is None or (_is_number(value) and low <= value <= _MAX_NUMBER):
         return None if value is None else float(value)
-    raise DataError(place=where, key=key, found=value, allowed=allowed)
+    raise DataError(key=key, found=value, allowed=allowed)
 
 
-def _times(value: Any, num_frames: int, where: str) -> tuple[float, ...]:
+def _times(value: Any, num_frames: int) -> tuple[float, ...]:
     if not is_list(value):
-        raise DataError(
-            f"must be a list of seconds, not {kind_of(value)}", place=where, key="times"
-        )
+        raise DataError(f"must be a list of seconds, not {kind_of(value)}", key="times")
     if len(value) != num_frames:
         raise DataError(
             f"has {len(value)} values for {num_frames} frames",
-            place=where,
             key="times",
             remedy="give one for each frame",
         )
     for number, time in enumerate(value):
         key = f"times[{number}]"
-        if _number(time, key, where) is None:
-            raise DataError(place=where, key=key, found=None, allowed=_SECONDS)
+        if _number(time, key) is None:
+            raise DataError(key=key, found=None, allowed=_SECONDS)
     for number, (one, after) in enumerate(pairwise(value), start=1):
         if after < one:
             raise DataError(
                 f"is before {one}, the time of the previous frame",
-                place=where,
                 key=f"times[{number}]",
                 found=after,
                 remedy="give frames and times in the order of time",
@@ -245,12 +219,10 @@ def _times(value: Any, num_frames: int, where: str) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-def _check_order(options: Mapping[str, Any], min_name: str, max_name: str, where: str) -> None:
+def _check_order(options: Mapping[str, Any], min_name: str, max_name: str) -> None:
     low, high = options[min_name], options[max_name]
     if low is not None and high is not None and low > high:
-        raise DataError(
-            f"is above {max_name}={high}", place=where, key=min_name, found=low, remedy="change one"
-        )
+        raise DataError(f"is above {max_name}={high}", key=min_name, found=low, remedy="change one")
 
 
 def _is_number(value: Any) -> bool:

@@ -26,19 +26,19 @@ Parse = Callable[[Mapping[str, Any], str], Record]
 
 
 def parse_retrieval(
-    raw: Any, where: str, parse: Parse, form: RetrievalForm, ignored: Sequence[str] = ()
+    raw: Any, parse: Parse, form: RetrievalForm, ignored: Sequence[str] = ()
 ) -> list[tuple[Record, bool]]:
     """Parse a record with a query and documents. `parse` parses a record of one chat. Return the
     chat of each row, and of each whether its document is a negative. The chats are the query, its
     positive and the negatives; with form.answers, each is the query with one document."""
-    found = read_items(require_record(raw, where, ignored), where, form)
+    found = read_items(require_record(raw, ignored), form)
     items = (found.query, *found.positives, *found.negatives)
     # Keys that are not read are judged as in any other record.
     first, *documents = (
-        _chat(item, found.rest if item is found.query else {}, where, parse) for item in items
+        _chat(item, found.rest if item is found.query else {}, parse) for item in items
     )
     flags = [False] * len(found.positives) + [True] * len(found.negatives)
-    _check_different(first, documents, items, form, where)
+    _check_different(first, documents, items, form)
     if form.answers is not None:
         return [
             (_pair(first, document, form), is_negative)
@@ -48,29 +48,24 @@ def parse_retrieval(
     return list(zip(rows, (False, *flags), strict=True))
 
 
-def _chat(item: RetrievalItem, rest: Mapping[str, Any], where: str, parse: Parse) -> Conversation:
+def _chat(item: RetrievalItem, rest: Mapping[str, Any], parse: Parse) -> Conversation:
     """Return a query or document as a chat."""
-    place = f"{where}: {item.key}"
     if is_empty(item.value) or (isinstance(item.value, str) and not item.value.strip()):
         raise DataError(
-            "is empty",
-            place=where,
-            key=item.key,
-            remedy="leave the record out, or set data.max_errors=100",
+            "is empty", key=item.key, remedy="leave the record out, or set data.max_errors=100"
         )
-    chat = parse({**rest, **item_as_chat(item, where), **item.pictures}, place)
+    chat = parse({**rest, **item_as_chat(item), **item.pictures}, item.key)
     assert isinstance(chat, Conversation)
     last = chat.turns[-1]
     if not any(turn.parts for turn in chat.turns if turn.role != "system"):
-        raise DataError("is empty", place=where, key=item.key)
+        raise DataError("is empty", key=item.key)
     if last.role not in ("user", "assistant") or chat.tools:
         raise DataError(
             f": its last message is of role {last.role}, and a query or document is one of a user",
-            place=where,
             key=item.key,
             remedy=RETRIEVAL_REMEDY,
         )
-    return replace(chat, where=place)
+    return chat
 
 
 def _check_different(
@@ -78,7 +73,6 @@ def _check_different(
     documents: Sequence[Conversation],
     items: Sequence[RetrievalItem],
     form: RetrievalForm,
-    where: str,
 ) -> None:
     """Refuse a document that is the query, if one space has both, or a positive and a negative."""
     seen = [(items[0].key, _spoken(query))] if form.answers is None else []
@@ -88,7 +82,6 @@ def _check_different(
         if same is not None and not (same.startswith("neg") and item.key.startswith("neg")):
             raise DataError(
                 f"and {same} are the same: nothing can be learnt from them",
-                place=where,
                 key=item.key,
                 remedy="leave the record out, or set data.max_errors=100",
             )

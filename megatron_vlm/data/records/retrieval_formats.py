@@ -43,37 +43,35 @@ class RetrievalItems:
     rest: Mapping[str, Any]
 
 
-def read_items(raw: Mapping[str, Any], where: str, form: RetrievalForm) -> RetrievalItems:
+def read_items(raw: Mapping[str, Any], form: RetrievalForm) -> RetrievalItems:
     """Find the query and the documents of a raw record, as many of them as the form takes."""
     rest = dict(raw)  # each function below takes its keys out of it
-    query = _take_query(rest, where)
+    query = _take_query(rest)
     positives = [RetrievalItem("positive", rest.pop("positive"), {})] if "positive" in rest else []
-    positives += _take_lists(rest, "positive", where)
+    positives += _take_lists(rest, "positive")
     names = sorted(filter(_NEGATIVE.fullmatch, rest), key=lambda key: (len(key), key))  # by number
     negatives = [RetrievalItem(key, rest.pop(key), {}) for key in names]
-    negatives += _take_lists(rest, "negative", where)
+    negatives += _take_lists(rest, "negative")
     if form.answers is not None:
-        labelled = _take_labelled(rest, where)
+        labelled = _take_labelled(rest)
         positives += [item for item, is_relevant in labelled if is_relevant]
         negatives += [item for item, is_relevant in labelled if not is_relevant]
     elif names := [name for name in _LABELS if name in rest]:
         raise DataError(
             f"has no place in train.objective=embed, which learns that {query.key} and its "
             "positive belong together",
-            place=where,
             key=names[0],
             remedy="give pairs that belong together alone, or set train.objective=rerank",
         )
-    _check_numbers(positives, negatives, form, where)
+    _check_numbers(positives, negatives, form)
     return RetrievalItems(query, positives, negatives[: form.hard_negatives], rest)
 
 
-def _take_query(rest: dict[str, Any], where: str) -> RetrievalItem:
+def _take_query(rest: dict[str, Any]) -> RetrievalItem:
     names = [name for name in _QUERIES if name in rest]
     if len(names) != 1:
         raise DataError(
             f"and {names[1]} both have a value" if names else "is missing",
-            place=where,
             key=names[0] if names else "anchor",
             remedy=f"give one of them; {RETRIEVAL_REMEDY}" if names else RETRIEVAL_REMEDY,
         )
@@ -82,23 +80,20 @@ def _take_query(rest: dict[str, Any], where: str) -> RetrievalItem:
     if columns and name != "messages":
         raise DataError(
             f": it does not tell whether its pictures are those of {name} or of a document",
-            place=where,
             key=next(iter(columns)),
             remedy=f'give them with their text: {{"text": ..., "{next(iter(columns))}": ...}}',
         )
     return RetrievalItem(name, rest.pop(name), columns)
 
 
-def _take_lists(rest: dict[str, Any], kind: str, where: str) -> list[RetrievalItem]:
+def _take_lists(rest: dict[str, Any], kind: str) -> list[RetrievalItem]:
     """Take the entries of ms-swift's lists of messages, with their pictures, and of `negatives`."""
     items = list[RetrievalItem]()
     for key in (f"{kind}s", f"{kind}_messages"):
         if is_empty(values := rest.pop(key, None)):
             continue
-        if not all(map(is_list, require_list(values, key, where))) and key.endswith("_messages"):
-            raise DataError(
-                "must be a list with a list of messages for each document", place=where, key=key
-            )
+        if not all(map(is_list, require_list(values, key))) and key.endswith("_messages"):
+            raise DataError("must be a list with a list of messages for each document", key=key)
         columns = dict[str, Any]()
         for name in _PICTURES if key.endswith("_messages") else ():
             if is_empty(column := rest.pop(f"{kind}_{name}", None)):
@@ -106,7 +101,6 @@ def _take_lists(rest: dict[str, Any], kind: str, where: str) -> list[RetrievalIt
             if not is_list(column) or len(column) != len(values):
                 raise DataError(
                     f"must be a list with a list for each of the {len(values)} documents of {key}",
-                    place=where,
                     key=f"{kind}_{name}",
                 )
             columns[name] = column
@@ -116,7 +110,7 @@ def _take_lists(rest: dict[str, Any], kind: str, where: str) -> list[RetrievalIt
     return items
 
 
-def _take_labelled(rest: dict[str, Any], where: str) -> list[tuple[RetrievalItem, bool]]:
+def _take_labelled(rest: dict[str, Any]) -> list[tuple[RetrievalItem, bool]]:
     """Take the documents that have labels, each with its own."""
     names = [name for name in (*_DOCUMENTS, *(f"{name}s" for name in _DOCUMENTS)) if name in rest]
     labels = [name for name in ("label", "labels") if name in rest]
@@ -128,7 +122,6 @@ def _take_labelled(rest: dict[str, Any], where: str) -> list[tuple[RetrievalItem
             f"{' and '.join(names) or 'none'}"
             if labels
             else "is missing: it says whether the document is relevant",
-            place=where,
             key=labels[0] if labels else "label",
             remedy=RETRIEVAL_REMEDY,
         )
@@ -136,57 +129,47 @@ def _take_labelled(rest: dict[str, Any], where: str) -> list[tuple[RetrievalItem
     if not names[0].endswith("s"):
         values, flags = [values], [flags]
     if not is_list(values) or not is_list(flags) or len(values) != len(flags):
-        raise DataError(
-            f"must be a list with a label for each of {names[0]}", place=where, key=labels[0]
-        )
+        raise DataError(f"must be a list with a label for each of {names[0]}", key=labels[0])
     for flag in flags:
         if flag not in (0, 1) or not isinstance(flag, bool | int | float):
-            raise DataError(
-                place=where, key=labels[0], found=flag, allowed="1 (or true) or 0 (or false)"
-            )
+            raise DataError(key=labels[0], found=flag, allowed="1 (or true) or 0 (or false)")
     items = [RetrievalItem(f"{names[0]}[{n}]", value, {}) for n, value in enumerate(values)]
     return list(zip(items, map(bool, flags), strict=True))
 
 
 def _check_numbers(
-    positives: Sequence[RetrievalItem],
-    negatives: Sequence[RetrievalItem],
-    form: RetrievalForm,
-    where: str,
+    positives: Sequence[RetrievalItem], negatives: Sequence[RetrievalItem], form: RetrievalForm
 ) -> None:
     """Refuse a record with too few or too many documents."""
     if form.needs_positive and not positives:
-        raise DataError("is missing", place=where, key="positive", remedy=RETRIEVAL_REMEDY)
+        raise DataError("is missing", key="positive", remedy=RETRIEVAL_REMEDY)
     if form.answers is None and len(positives) > 1:
         raise DataError(
             f"and {positives[0].key} are two positives, and train.objective=embed learns one for "
             "each query",
-            place=where,
             key=positives[1].key,
             remedy="make a record of each",
         )
     if not positives and not negatives:
-        raise DataError("is missing: there is no document", place=where, key="document")
+        raise DataError("is missing: there is no document", key="document")
     needed = form.hard_negatives
     if form.answers is not None and form.needs_positive:  # a list of one positive has no loss
         needed = max(needed or 0, 1)
     if needed and len(negatives) < needed:
         raise DataError(
             f"is missing: the record has {len(negatives)} negatives, and {needed} are needed",
-            place=where,
             key="negative" if not negatives else f"negative_{len(negatives)}",
             remedy="leave the record out, lower hard_negatives, or set data.max_errors=100",
         )
     if len(positives) + len(negatives[: form.hard_negatives]) > MAX_DOCUMENTS:
         raise DataError(
             f": the record has more than {MAX_DOCUMENTS} documents",
-            place=where,
             key=negatives[-1].key,
             remedy="set hard_negatives to take fewer",
         )
 
 
-def item_as_chat(item: RetrievalItem, where: str) -> dict[str, Any]:
+def item_as_chat(item: RetrievalItem) -> dict[str, Any]:
     """Return a value in the form of a record with messages."""
     value = item.value
     if isinstance(value, PIL.Image.Image) or (
@@ -199,7 +182,6 @@ def item_as_chat(item: RetrievalItem, where: str) -> dict[str, Any]:
         if unknown := sorted({*map(str, value)} - _OBJECT):
             raise DataError(
                 f"has the key {unknown[0]!r}, which is not known here",
-                place=where,
                 key=item.key,
                 remedy=f"give {', '.join(sorted(_OBJECT))}",
             )
@@ -207,7 +189,6 @@ def item_as_chat(item: RetrievalItem, where: str) -> dict[str, Any]:
     if not is_list(value) or not all(isinstance(part, Mapping) for part in value):
         raise DataError(
             "must be a text, an object with text and image, a list of parts or a list of messages",
-            place=where,
             key=item.key,
             remedy=f"several documents are a list with a key of its own: positives or negatives; "
             f"{RETRIEVAL_REMEDY}",

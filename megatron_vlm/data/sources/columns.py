@@ -18,7 +18,7 @@ from megatron_vlm.config.data_sources import (
     names_of_role,
 )
 from megatron_vlm.data.records.record import is_list, parse_text
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, within
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 
 _LISTS_OF_MESSAGES = (
@@ -89,7 +89,8 @@ class FieldNames:
             for name in _LISTS_OF_MESSAGES:
                 messages: Any = record.get(name)
                 if isinstance(messages, str) and name in _JSON_CELLS:
-                    messages = parse_text(messages, name, where)
+                    with within(where):
+                        messages = parse_text(messages, name)
                 if is_list(messages):
                     record[name] = [*map(self._rename_message, messages)]
                 elif isinstance(messages, Mapping):  # LLaMA-Factory's chosen and rejected
@@ -120,7 +121,8 @@ def parse_cells(record: Any, where: str) -> Any:
     for name in _JSON_CELLS:
         cell = record.get(name)
         if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
-            record[name] = parse_text(cell, name, where)
+            with within(where):
+                record[name] = parse_text(cell, name)
     return record
 
 

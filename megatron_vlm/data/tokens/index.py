@@ -219,9 +219,8 @@ def unknown_keys_error(source: Source, reader: Reader) -> DataError | None:
     records_by_key = {
         name: f"{count:,} record{'s' * (count > 1)}{among}" for name, count in counts.items()
     }
-    return DataError(
-        **unknown_keys_problem(first.place, keys, reader.encoder.cfg.ignore_keys, records_by_key)
-    )
+    problem = unknown_keys_problem(keys, reader.encoder.cfg.ignore_keys, records_by_key)
+    return DataError(**problem, place=first.place)
 
 
 def check_errors(errors: Sequence[str], cfg: DataConfig) -> None:

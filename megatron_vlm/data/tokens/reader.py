@@ -25,7 +25,7 @@ from megatron_vlm.data.tokens.encoder import Encoder
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, check_ids, place_row
 from megatron_vlm.data.tokens.sample import Example, Sample
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
-from megatron_vlm.errors import DataError
+from megatron_vlm.errors import DataError, within
 from megatron_vlm.family import read_family
 from megatron_vlm.family.spec import ModelSizes, Tokens
 from megatron_vlm.family.video_plan import Grid
@@ -93,14 +93,19 @@ class Reader:
             return [(self.parse(raw, where, passed), False)]
         counts = Counter[str]()
         parse, ignored = partial(self.parse, passed=counts), self.encoder.cfg.ignore_keys
-        if isinstance(self.kind, RetrievalForm):
-            chats = parse_retrieval(raw, where, parse, self.kind, ignored)
-        else:
-            read = parse_pair if self.kind == "pair" else parse_labelled
-            chats = read(raw, where, parse, ignored)
+        with within(where):
+            if isinstance(self.kind, RetrievalForm):
+                chats = parse_retrieval(raw, parse, self.kind, ignored)
+            else:
+                read = parse_pair if self.kind == "pair" else parse_labelled
+                chats = read(raw, parse, ignored)
         if passed is not None:
             passed.update({*counts})  # a key counts once for a record
-        return chats
+        places = [": ".join(filter(None, (where, chat.where))) for chat, _ in chats]
+        return [
+            (replace(chat, where=place), is_rejected)
+            for place, (chat, is_rejected) in zip(places, chats, strict=True)
+        ]
 
     def parse(self, raw: object, where: str, passed: Counter[str] | None = None) -> Record:
         """Parse a raw record of one chat."""
