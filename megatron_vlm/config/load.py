@@ -110,6 +110,7 @@ def _unreadable(key: str, value: str) -> ConfigError:
 _PRIMARY = "train"  # configs/train.yaml
 _TOO_MANY_DIGITS = re.compile(r"\d{4301}")  # Python reads no such number
 _MAX_SAVED_BYTES = 2**20  # maximum bytes of a config.yaml
+_MAX_LETTERS = 2**15  # in all overrides: Hydra reads a list in the square of its length
 
 
 def load_config(overrides: Sequence[str], file: ConfigFile | None = None) -> Config:
@@ -307,6 +308,13 @@ def _plain_override(override: str) -> str:
 
 def _check_keys(overrides: Sequence[str]) -> None:
     """Refuse overrides of unknown keys, all at once, with the key that was most likely meant."""
+    if (letters := sum(map(len, overrides))) > _MAX_LETTERS:
+        raise ConfigError(
+            f": all settings together have {letters:,} letters, and at most {_MAX_LETTERS:,} are "
+            "read here",
+            key=show_value(_key(max(overrides, key=len))),
+            remedy="write long lists into a file for --config, or as a glob in quotes",
+        )
     keys = known_keys()
     refused: list[ConfigError] = []
     for override in overrides:

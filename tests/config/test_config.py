@@ -321,6 +321,16 @@ def test_what_is_nested_too_deeply_is_refused(marks):
     assert load_config(["model.path=x", f"data.template_kwargs={deep}"]).data.template_kwargs["a"]
 
 
+@pytest.mark.parametrize("load", [load_config, lambda given: from_yaml(DEFAULTS, given)])
+def test_settings_with_more_letters_than_are_read_are_refused(load):
+    """What Hydra takes to read a list grows with the square of its length."""
+    given = ["model.path=x", "run=a", "data.train="]
+    given[-1] += "a" * (2**15 - sum(map(len, given)))
+    assert load(given).run == "a"
+    with raises(ConfigError, key="data.train", problem_has="32,769", remedy_has="--config"):
+        load([*given[:2], f"{given[-1]}a"])
+
+
 def test_a_missing_path_is_named():
     with raises(ConfigError, key="model.path", remedy_has="model.path=VALUE"):
         load_config([])
