@@ -205,6 +205,19 @@ VALUES = {
         | {"data.max_tokens": 8192, "data.truncation": "error"},  # which it does not limit
         {"task": "grpo", "gpus": 2},
     ),
+    "defaults of TRL's rloo": (
+        TRL,
+        {"rl.samples": 2, "rl.kl_coef": 0.05, "train.global_batch_size": 4},
+        {"task": "rloo"},
+    ),
+    "tokens of LLaMA-Factory": (
+        LF | {"add_tokens": "<a>,<b>", "add_special_tokens": "<c>", "resize_vocab": "true"},
+        {"data.add_tokens": ("<a>", "<b>", "<c>")},
+    ),
+    "tokens of ms-swift": (
+        script_text("swift sft", SWIFT | {"new_special_tokens": ["<a>", "<b>"]}),
+        {"data.add_tokens": ("<a>", "<b>")},
+    ),
     "rewards that nothing divides": (
         TRL | _BATCH | {"scale_rewards": "none"},
         {"rl.advantage": "dr_grpo"},
@@ -365,6 +378,10 @@ MISTAKES = {
     "a name of many parts": (
         f"megatron-vlm import {VERL} algorithm.adv_estimator=grpo {'a.' * 50_000}a=1\n",
         {"key_has": "a.a.a", "problem_has": "is no key of verl"},
+    ),
+    "tokens in a file": (
+        script_text("swift sft", SWIFT | {"new_special_tokens": "a.txt"}),
+        {"key": "new_special_tokens", "problem": "names the file a.txt"},
     ),
     "a file that is not there": (
         script_text("swift sft", SWIFT | {"system": "nowhere.txt"}),

@@ -97,7 +97,6 @@ AXOLOTL = Trainer(
         "reward_funcs": "trl.reward_funcs",
         "tensor_model_parallel_size": "tensor_parallel_size",
     },
-    same={"data.add_tokens": "tokens"},
     rules=(
         *(find_gpu_count, translate_adapters, _translate_data, _translate_supervision),
         *(translate_device_batches, _translate_rate, *SHARED_RULES, translate_grpo),

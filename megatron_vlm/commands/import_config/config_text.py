@@ -27,8 +27,8 @@ _CHANGES = (
     "freeze_parameters_regex trainable_parameters unfrozen_parameters streaming mix_strategy "
     "interleave_probs moe_expert_capacity_factor mtp_num_layers "
     "f_divergence_type enable_thinking tokenizer_type use_galore fp8 overlong_filter "
-    "special_tokens mask_truncated_completions new_special_tokens rope_scaling moe_aux_loss_coeff "
-    "moe_z_loss_coeff use_chat_template external_plugins"
+    "special_tokens mask_truncated_completions rope_scaling moe_aux_loss_coeff moe_z_loss_coeff "
+    "use_chat_template external_plugins"
 )
 # Not to use these changes what is learnt.
 _MEANT = ("use_chat_template", "train_on_eos", "train_on_eot", "norm_bbox", "do_sample")

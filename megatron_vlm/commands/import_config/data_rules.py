@@ -67,6 +67,18 @@ def translate_lengths(t: Translation) -> None:
         t.put("data.truncation", "image_safe", note=note)
 
 
+def translate_new_tokens(t: Translation) -> None:
+    """Set data.add_tokens, whose tokens may be special or not."""
+    named = ("add_tokens", "add_special_tokens", "new_special_tokens", "tokens")
+    given = [setting for name in named if (setting := t.given(name)) is not None]
+    words = [word for setting in given for word in t.words(setting)]
+    if file := next((word for word in words if word.endswith(".txt")), ""):
+        raise t.source.error(given[-1], f"names the file {file}", remedy="write its tokens instead")
+    if words:
+        t.put("data.add_tokens", words, *given)
+    t.skip("resize_vocab")
+
+
 def translate_thinking(t: Translation) -> None:
     """Set the variable of the chat template that turns thinking on."""
     thinking = t.given("enable_thinking")

@@ -20,12 +20,11 @@ _REWARDS = ("reward_funcs", "reward_model", "custom_reward_function.path")
 REWARD_LINE = "rl.reward=FILE.py:NAME"
 
 
-def translate_grpo(t: Translation, loss: str = "dapo", beta: float | None = None) -> None:
-    """Set rl.* of TRL's GRPO and RLOO. `loss` and `beta`: the defaults of the trainer, if
-    they are not TRL's."""
+def translate_grpo(t: Translation) -> None:
+    """Set rl.* of TRL's GRPO and RLOO, and of those that use them."""
     if not t.is_rl:
         return
-    kind = t.given("loss_type") or Setting("loss_type", loss, is_default=True)
+    kind = t.take("loss_type") or Setting("loss_type", "dapo", is_default=True)
     our_loss, aggregate = t.choose(kind, _LOSSES)
     level = t.given("importance_sampling_level")
     if level is not None and str(level.value) == "sequence":
@@ -33,9 +32,7 @@ def translate_grpo(t: Translation, loss: str = "dapo", beta: float | None = None
     t.put("rl.loss", our_loss, kind, level)
     t.put("rl.aggregate", aggregate, kind)
     _translate_advantage(t)
-    weight = t.given("beta")
-    if weight is None and beta is not None:
-        weight = Setting("beta", beta, is_default=True)
+    weight = t.take("beta")
     if weight is not None and t.number(weight):
         t.copy_setting("rl.kl_coef", weight)
     t.copy_setting("rl.dynamic_sampling", t.switched_on("dynamic_sample"))

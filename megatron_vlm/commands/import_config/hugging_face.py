@@ -3,7 +3,11 @@ extend: their defaults and the rules that the four share."""
 
 from typing import Any
 
-from megatron_vlm.commands.import_config.data_rules import translate_lengths, translate_thinking
+from megatron_vlm.commands.import_config.data_rules import (
+    translate_lengths,
+    translate_new_tokens,
+    translate_thinking,
+)
 from megatron_vlm.commands.import_config.run_rules import (
     translate_evaluation_batch,
     translate_folder,
@@ -26,7 +30,8 @@ HF_DEFAULTS: dict[str, Any] = {
 }
 # Rules for everything but data, adapters, batches and the rate.
 SHARED_RULES = (
-    *(translate_lengths, translate_thinking, translate_evaluation_batch, translate_length),
-    *(translate_optimizer, translate_precision, translate_seeds, translate_intervals),
-    *(translate_folder, translate_layout, translate_recomputation, translate_shuffling),
+    *(translate_lengths, translate_new_tokens, translate_thinking, translate_evaluation_batch),
+    *(translate_length, translate_optimizer, translate_precision, translate_seeds),
+    *(translate_intervals, translate_folder, translate_layout, translate_recomputation),
+    translate_shuffling,
 )

@@ -145,7 +145,9 @@ def _translate_rate(t: Translation) -> None:
 
 
 def _translate_answers(t: Translation) -> None:
-    translate_grpo(t, loss="grpo", beta=0.04)
+    if t.is_rl:
+        t.set_defaults(loss_type="grpo", beta=0.04)
+    translate_grpo(t)
 
 
 _OWN_RULES = (

@@ -122,11 +122,13 @@ class Translation:
             return found
         written = self._names.get(name)
         is_none = written is not None and self.source.settings[written].value is not None
-        return None if is_none else self._defaults.get(name)
+        default = self._defaults.get(name)
+        return None if is_none or default is None or default.value is None else default
 
-    def drop_default(self, name: str) -> None:
-        """Leave out the trainer's default of a setting, which this method does not have."""
-        self._defaults.pop(name, None)
+    def set_defaults(self, **defaults: Any) -> None:
+        """Set the trainer's defaults for this method, with None for what it does not have."""
+        for name, value in defaults.items():
+            self._defaults[name] = Setting(name, value, is_default=True)
 
     def switched_on(self, name: str) -> Setting | None:
         """Return a setting if it is given and true."""

@@ -66,9 +66,11 @@ def _translate_rate(t: Translation) -> None:
     translate_rate(t, default=None if t.method == "sft" else 1e-6)
 
 
-def _find_limit(t: Translation) -> None:
+def _find_defaults(t: Translation) -> None:
     if t.is_rl:  # GRPOConfig and RLOOConfig limit no prompt
-        t.drop_default("max_length")
+        t.set_defaults(max_length=None)
+    if t.method == "rloo":
+        t.set_defaults(num_generations=2, beta=0.05)
 
 
 TRL = Trainer(
@@ -90,7 +92,7 @@ TRL = Trainer(
         **{"rpo_alpha": "rpo_alpha cpo_alpha", "modules_to_save": "lora_modules_to_save"},
     },
     rules=(
-        *(find_gpu_count, _check_command, _find_limit, _translate_adapters, _translate_data),
+        *(find_gpu_count, _check_command, _find_defaults, _translate_adapters, _translate_data),
         *(translate_split, _translate_supervision, translate_device_batches, _translate_rate),
         *(*SHARED_RULES, translate_grpo),
     ),
