@@ -22,7 +22,7 @@ from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.sources import text_files as reading
 from megatron_vlm.data.sources.source import named_source, open_source
 from megatron_vlm.data.sources.stream import open_stream
-from megatron_vlm.data.sources.text_files import file_digest, iter_lines, scan_lines
+from megatron_vlm.data.sources.text_files import file_digest, iter_lines
 from megatron_vlm.errors import ConfigError, DataError
 from tests.support.chats import picture, say
 from tests.support.error_fields import raises
@@ -170,21 +170,22 @@ def test_lines_are_found_whatever_the_blocks(content, block, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "lines.jsonl"
     path.write_bytes(content)
     lines = content.split(b"\n")
-    expected = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_BLOCK", block)
-        spans, numbers = scan_lines(str(path), hasher := hashlib.blake2b())
-    assert [(n, content[a:b]) for n, (a, b) in zip(numbers, spans, strict=True)] == expected
-    assert hasher.digest() == hashlib.blake2b(content).digest()
     pieces = [content[start : start + block] for start in range(0, len(content), block)]
     found = list(iter_lines(pieces))
-    assert found == (lines if lines[-1] else lines[:-1])
+    assert [line for _, _, line in found] == (lines if lines[-1] else lines[:-1])
+    assert all(content[start:].startswith(line) for _, start, line in found)
+    expected = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    source = open_source(SourceSpec(str(path)), None, None)
+    found = [(line, content[start:end]) for line, start, end in source.places.tolist()]
+    assert found == expected
+    assert source.digest == hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def test_a_line_that_is_too_large_is_left_out_as_it_comes(monkeypatch):
     monkeypatch.setattr(reading, "MAX_RECORD", 4)
     pieces = [b"1234\n123", b"45\n12", b"345678", b"9012", b"3\n1\n12345"]
-    assert list(iter_lines(pieces)) == [b"1234", None, None, b"1", None]
+    found = [line for _, _, line in iter_lines(pieces)]
+    assert found == [b"1234", None, None, b"1", None]
 
 
 @pytest.mark.parametrize("damage", ["cut", "FIFO", "none"])

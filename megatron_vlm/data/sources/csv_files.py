@@ -4,32 +4,12 @@ row has the names of the columns. Every value stays text."""
 import codecs
 import csv
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
-import numpy as np
-
-from megatron_vlm.data.sources.text_files import MAX_RECORD, content_of, iter_lines, too_large_error
+from megatron_vlm.data.sources.text_files import MAX_RECORD, iter_lines, too_large_error
 from megatron_vlm.errors import DataError
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _NAMES = {",": "a comma", "\t": "a tab"}
-
-
-def scan_rows(
-    file: str, name: str, delimiter: str, hasher: Any
-) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Return the header of a file, the [start, end) of each row, and its line, from 1."""
-
-    def blocks() -> Iterator[bytes]:
-        for block in content_of(file):
-            hasher.update(block)
-            yield block
-
-    rows = iter_rows(blocks(), name, delimiter)
-    header = parse_header(next(rows, None), name, delimiter)
-    places = [(line, start, start + len(content)) for line, start, content in rows]
-    table = np.array(places, np.int64).reshape(-1, 3)
-    return header, table[:, 1:], table[:, 0]
 
 
 def iter_rows(
@@ -40,7 +20,7 @@ def iter_rows(
     taken: list[bytes] = []  # lines of the current row
 
     def texts() -> Iterator[str]:
-        for number, line in enumerate(iter_lines(blocks), 1):
+        for number, _, line in iter_lines(blocks):
             if line is None:
                 raise too_large_error(f"{name}:{number}")
             taken.append(line + b"\n")

@@ -1,14 +1,15 @@
-"""Sources of raw records: one small class for each way of reading, all with random access. Streams,
-which have none, are in `stream.py`."""
+"""Sources of raw records: the kinds of files, and a small class for each way of reading with random
+access. Streams, which have none, are in `stream.py`."""
 
+import codecs
 import contextlib
-import glob
 import hashlib
+import itertools
 import json
 import os
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -23,23 +24,32 @@ from megatron_vlm.data.sources.columns import (
     parse_cells,
     read_dataset_info,
 )
-from megatron_vlm.data.sources.csv_files import DELIMITERS, parse_row, scan_rows
-from megatron_vlm.data.sources.tables import TableSource, load_by_name, missing_split, root_cause
+from megatron_vlm.data.sources.csv_files import DELIMITERS, iter_rows, parse_header, parse_row
+from megatron_vlm.data.sources.tables import (
+    TableSource,
+    find_data,
+    load_saved,
+    paths_of,
+    root_cause,
+)
 from megatron_vlm.data.sources.tar import TarSource
 from megatron_vlm.data.sources.text_files import (
+    MAX_RECORD,
+    begins_list,
     check_size,
-    has_list,
+    content_of,
+    iter_lines,
+    name_of_files,
     parse_json,
     parse_list,
     refuse_utf_16,
-    scan_lines,
+    suffix_of,
     unpacked_path,
+    unpacked_suffix,
 )
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.untrusted import no_file_error, real_path, require_file, require_files_in
+from megatron_vlm.io.untrusted import real_path
 
-TEXTS = (".jsonl", ".ndjson", ".json", *DELIMITERS)  # kinds of files, packed or not
-_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # a data set on the Hub
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -68,7 +78,7 @@ def open_source(
     spec, names = named_source(spec, columns, roles)
     source = _open_unnamed(spec, spec.image_root or image_root, cache)
     check_columns_exist(names, _keys_of_records(source), source.name)
-    has_cells = isinstance(source, TextSource) and bool(source.headers)
+    has_cells = isinstance(source, TextSource) and bool(source.columns)
     return NamedSource(source, names, has_cells) if names or has_cells else source
 
 
@@ -82,39 +92,19 @@ def named_source(
     return spec, FieldNames.from_options(own_columns, roles if spec.roles is None else spec.roles)
 
 
-def _open_unnamed(spec: SourceSpec, root: str | None, cache: Path | None) -> Source:
-    paths = paths_of(spec)
-    if not paths:
-        is_name = _NAME.fullmatch(spec.path) and not Path(spec.path).suffix
-        if is_name or spec.path.startswith(HUB):
-            return _open_by_name(spec, root, cache)
-        raise no_file_error(spec.path)
-    folder = folder_of_source(paths[0])
-    if Path(paths[0]).is_dir():
-        return _open_folder(paths[0], spec, root or folder, cache)
-    return _open_files(paths, spec, root or folder, cache)
-
-
-def _open_files(paths: list[str], spec: SourceSpec, root: str, cache: Path | None) -> Source:
-    for path in paths:
-        require_file(path)
-    kinds = {kind_of_file(path) for path in paths}
-    if len(kinds) > 1:
+def _open_unnamed(spec: SourceSpec, image_root: str | None, cache: Path | None) -> Source:
+    root = image_root or default_root(spec)
+    if saved := load_saved(spec):
+        return TableSource(*saved, root)
+    found = find_data(spec)
+    if not isinstance(found, list):
+        return TableSource(found, f"{spec.path.removeprefix(HUB)}[{spec.split}]", root)
+    if len(suffixes := {suffix_of(path) for path in found}) > 1:
         raise ConfigError(
-            f"matches files of several kinds: {', '.join(sorted(kinds))}", place=spec.path
+            f"matches files of several kinds: {', '.join(sorted(suffixes))}", place=spec.path
         )
-    kind = kinds.pop()
-    if kind == ".tar":
-        return TarSource(paths, root)
-    if kind in (".parquet", ".arrow"):
-        return TableSource(_read_tables(kind[1:], paths), spec.path, root)
-    if (suffix := unpacked_kind(kind)) in TEXTS:
-        files = [unpacked_path(path, cache) for path in paths]
-        for file, path in zip(files, paths, strict=True):
-            refuse_utf_16(file, path)
-        if suffix == ".json" and all(map(has_list, files)):
-            return ListSource(files, paths, spec.path, root)
-        return TextSource(files, paths, root, DELIMITERS.get(suffix))
+    if kind := kind_of(found[0]):
+        return kind.scan(found, spec.path, root, cache)
     raise ConfigError(
         "has a name that does not tell the format",
         place=spec.path,
@@ -123,25 +113,12 @@ def _open_files(paths: list[str], spec: SourceSpec, root: str, cache: Path | Non
     )
 
 
-def kind_of_file(path: str) -> str:
-    """Return the suffix of a file's name, with the one before it for a compressed file."""
-    suffixes = Path(path).suffixes
-    return "".join(suffixes[-2:]) if path.endswith((".gz", ".zst")) else Path(path).suffix
-
-
-def unpacked_kind(kind: str) -> str:
-    """Return the suffix of a file once it is unpacked."""
-    return kind.removesuffix(".gz").removesuffix(".zst")
-
-
-def paths_of(spec: SourceSpec) -> list[str]:
-    """Return the files or folders that a spec names, in the order of their names."""
-    return sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
-
-
-def folder_of_source(path: str) -> str:
-    """Return the default folder of the images of a file, or of a folder of files."""
-    resolved = real_path(path)
+def default_root(spec: SourceSpec) -> str:
+    """Return the folder of the images of a spec that names none: where its files are."""
+    first = next(iter(paths_of(spec)), None)
+    if first is None:
+        return os.getcwd()
+    resolved = real_path(first)
     return str(resolved if resolved.is_dir() else resolved.parent)
 
 
@@ -172,13 +149,45 @@ class NamedSource:
 
 def _keys_of_records(source: Source) -> Iterable[Collection[str]]:
     """Yield the keys of each readable record, or of all at once for a table."""
-    if isinstance(source, TableSource) or (isinstance(source, TextSource) and source.headers):
+    if isinstance(source, TableSource | TextSource) and source.columns:
         yield source.columns
         return
     for index in range(len(source)):
         with contextlib.suppress(DataError):  # it is raised where the record is encoded
             if isinstance(raw := source[index], Mapping):
                 yield raw.keys()
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """How the text of a record is parsed: as JSON or, with a delimiter, as a row of cells."""
+
+    delimiter: str | None = None
+    header: Sequence[str] = ()
+
+    def parse(self, text: bytes, where: str) -> Any:
+        if self.delimiter is None:
+            return parse_json(text, where)
+        return parse_row(text, self.header, self.delimiter, where)
+
+
+def _split_texts(
+    blocks: Iterable[bytes], name: str, delimiter: str | None
+) -> tuple[TextForm, Iterator[tuple[int, int, bytes | None]]]:
+    """Split a file, which comes in blocks, into the texts of its records: lines of JSON or, with a
+    delimiter, rows. Each has its line, the place of its first byte, and its bytes."""
+    if delimiter is None:
+        return TextForm(), _lines_with_text(blocks)
+    rows = iter_rows(blocks, name, delimiter)
+    return TextForm(delimiter, parse_header(next(rows, None), name, delimiter)), rows
+
+
+def _lines_with_text(blocks: Iterable[bytes]) -> Iterator[tuple[int, int, bytes | None]]:
+    for number, start, line in iter_lines(blocks):
+        if number == 1 and line and line.startswith(codecs.BOM_UTF8):
+            start, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
+        if line is None or line.strip():
+            yield number, start, line
 
 
 class TextSource:
@@ -188,44 +197,47 @@ class TextSource:
         self, files: Sequence[str], names: Sequence[str], root: str, delimiter: str | None
     ):
         self.files, self.names, self.root = list(files), list(names), root
-        self.delimiter = delimiter
-        self.name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        self.name = name_of_files(names)
         hasher = hashlib.blake2b((delimiter or "").encode(), digest_size=16)
-        self.headers: list[list[str]] = []
+        self.forms: list[TextForm] = []
         scanned = []
         for file, name in zip(self.files, self.names, strict=True):
-            if delimiter is None:
-                scanned.append(scan_lines(file, hasher))
-            else:
-                header, spans, lines = scan_rows(file, name, delimiter, hasher)
-                self.headers.append(header)
-                scanned.append((spans, lines))
+            form, texts = _split_texts(_add_to(hasher, content_of(file)), name, delimiter)
+            self.forms.append(form)
+            places = array("q")
+            for line, start, text in texts:
+                # A text that is too large is refused by its size when it is read.
+                size = MAX_RECORD + 1 if text is None else len(text)
+                places.extend((line, start, start + size))
+            scanned.append(np.frombuffer(places, np.int64).reshape(-1, 3))
         self.digest = hasher.hexdigest()
-        self.spans = np.concatenate([spans for spans, _ in scanned])
-        self.lines = np.concatenate([lines for _, lines in scanned])
-        self.file_of = np.repeat(range(len(files)), [len(lines) for _, lines in scanned])
+        self.places = np.concatenate(scanned)  # line, start and end of each record
+        self.file_of = np.repeat(range(len(files)), list(map(len, scanned)))
 
     @property
     def columns(self) -> list[str]:
         """Names of the columns of all files of rows."""
-        return list(dict.fromkeys(name for header in self.headers for name in header))
+        return list(dict.fromkeys(name for form in self.forms for name in form.header))
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self.places)
 
     def __getitem__(self, index: int) -> Any:
-        (start, end), where = self.spans[index].tolist(), self.where(index)
+        (_, start, end), where = self.places[index].tolist(), self.where(index)
         check_size(end - start, where)
         number = self.file_of[index]
         with open(self.files[number], "rb") as file:
             file.seek(start)
-            content = file.read(end - start)
-        if self.delimiter is None:
-            return parse_json(content, where)
-        return parse_row(content, self.headers[number], self.delimiter, where)
+            return self.forms[number].parse(file.read(end - start), where)
 
     def where(self, index: int) -> str:
-        return f"{self.names[self.file_of[index]]}:{self.lines[index]}"
+        return f"{self.names[self.file_of[index]]}:{self.places[index, 0]}"
+
+
+def _add_to(hasher: Any, blocks: Iterable[bytes]) -> Iterator[bytes]:
+    for block in blocks:
+        hasher.update(block)
+        yield block
 
 
 class ListSource:
@@ -253,39 +265,78 @@ class ListSource:
         return self.records[index][0]
 
 
-def _read_tables(kind: str, paths: Sequence[str]) -> Any:
+Members = Mapping[str, bytes]
+# A text among the members of a sample. No name of a member has a space.
+TEXT, FORM = "a text", "its form"
+
+
+def _scan_texts(paths: list[str], name: str, root: str, cache: Path | None) -> Source:
+    files = [unpacked_path(path, cache) for path in paths]
+    for file, path in zip(files, paths, strict=True):
+        refuse_utf_16(file, path)
+    suffix = unpacked_suffix(paths[0])
+    if suffix == ".json" and all(begins_list(next(content_of(file), b"")) for file in files):
+        return ListSource(files, paths, name, root)
+    return TextSource(files, paths, root, DELIMITERS.get(suffix))
+
+
+def _iter_texts(path: str) -> Iterator[tuple[str, Members]]:
+    """Yield the records of a file without parsing them, because a wrong one may be skipped."""
+    blocks, suffix = content_of(path), unpacked_suffix(path)
+    first = next(blocks, b"")
+    if suffix == ".json" and begins_list(first):
+        form = json.dumps(asdict(TextForm())).encode()
+        for number, record in enumerate(parse_list(b"".join((first, *blocks)), path)):
+            yield f"{path}: record {number}", {TEXT: json.dumps(record).encode(), FORM: form}
+        return
+    blocks = itertools.chain((first,), blocks)
+    text_form, texts = _split_texts(blocks, path, DELIMITERS.get(suffix))
+    form = json.dumps(asdict(text_form)).encode()
+    for line, _, text in texts:
+        yield f"{path}:{line}", {} if text is None else {TEXT: text, FORM: form}
+
+
+def _iter_shard(path: str) -> Iterator[tuple[str, Members]]:
+    source = TarSource([path], "")
+    for index in range(len(source)):
+        yield source.where(index), source.members(index)
+
+
+def _scan_tables(paths: list[str], name: str, root: str, cache: Path | None) -> Source:
     import datasets
 
+    suffix = suffix_of(paths[0])
     try:
-        if kind == "parquet":
-            return datasets.Dataset.from_parquet(list(paths))
-        return datasets.concatenate_datasets([datasets.Dataset.from_file(p) for p in paths])
+        if suffix == ".parquet":
+            table = datasets.Dataset.from_parquet(list(paths))
+        else:
+            table = datasets.concatenate_datasets([datasets.Dataset.from_file(p) for p in paths])
     except Exception as error:  # pyarrow and datasets raise many kinds
         raise DataError(
-            f"is not a readable {kind} file: {root_cause(error)}", place=paths[0]
+            f"is not a readable {suffix[1:]} file: {root_cause(error)}", place=paths[0]
         ) from error
+    return TableSource(table, name, root)
 
 
-def _open_folder(path: str, spec: SourceSpec, root: str, cache: Path | None) -> Source:
-    import datasets
+@dataclass(frozen=True)
+class FileKind:
+    """How files of a kind are read: at random after a scan, or one after the other."""
 
-    folder = Path(path)
-    require_files_in(folder)
-    if not any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
-        return _open_by_name(spec, root, cache)
-    try:
-        dataset, name = datasets.load_from_disk(path), path
-    except Exception as error:  # pyarrow and datasets raise many kinds
-        raise DataError(f"cannot be read: {root_cause(error)}", place=path) from error
-    if isinstance(dataset, datasets.DatasetDict):
-        if spec.split not in dataset:
-            raise missing_split(path, spec.split, dataset)
-        dataset, name = dataset[spec.split], f"{path}[{spec.split}]"
-    return TableSource(dataset, name, root)
+    scan: Callable[[list[str], str, str, Path | None], Source]
+    # The place and the members of each record of a file; None if `datasets` streams the files.
+    iterate: Callable[[str], Iterator[tuple[str, Members]]] | None
 
 
-def _open_by_name(spec: SourceSpec, root: str | None, cache: Path | None) -> Source:
-    root = root or os.getcwd()
-    if isinstance(loaded := load_by_name(spec), list):
-        return _open_files(loaded, spec, root, cache)
-    return TableSource(loaded, f"{spec.path.removeprefix(HUB)}[{spec.split}]", root)
+_TEXTS = FileKind(_scan_texts, _iter_texts)
+_TABLES = FileKind(_scan_tables, None)
+KINDS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json", *DELIMITERS), _TEXTS),
+    ".tar": FileKind(lambda paths, name, root, cache: TarSource(paths, root), _iter_shard),
+    **dict.fromkeys((".parquet", ".arrow"), _TABLES),
+}
+
+
+def kind_of(path: str) -> FileKind | None:
+    """Return how a file is read, from its suffix. Texts alone may be packed."""
+    kind = KINDS.get(unpacked_suffix(path))
+    return kind if kind is _TEXTS or suffix_of(path) in KINDS else None

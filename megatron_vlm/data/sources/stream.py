@@ -2,12 +2,10 @@
 The order within a window depends only on the seed, the epoch and the window's number: a run resumes
 at the start of its window and skips the records that it had already taken."""
 
-import codecs
 import contextlib
 import copy
 import itertools
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,33 +15,24 @@ import numpy as np
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.sources.columns import FieldNames, check_columns_exist, parse_cells
-from megatron_vlm.data.sources.csv_files import DELIMITERS, iter_rows, parse_header, parse_row
 from megatron_vlm.data.sources.source import (
-    TEXTS,
-    folder_of_source,
-    kind_of_file,
+    FORM,
+    KINDS,
+    TEXT,
+    TextForm,
+    default_root,
+    kind_of,
     named_source,
-    paths_of,
-    unpacked_kind,
 )
-from megatron_vlm.data.sources.tables import load_by_name, root_cause, table_row
-from megatron_vlm.data.sources.tar import TarSource, join_members
-from megatron_vlm.data.sources.text_files import (
-    begins_list,
-    content_of,
-    iter_lines,
-    parse_json,
-    parse_list,
-    too_large_error,
-)
+from megatron_vlm.data.sources.tables import find_data, root_cause, table_row
+from megatron_vlm.data.sources.tar import join_members
+from megatron_vlm.data.sources.text_files import suffix_of, too_large_error
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.untrusted import UntrustedFile, require_file, require_files_in
+from megatron_vlm.io.untrusted import UntrustedFile
 
-_TABLES = (".parquet", ".arrow")  # read by `datasets`
 # Records that are read here have these columns. Their bytes are parsed later, where an error can
 # be skipped.
 _WHERE, _CONTENT = "__where__", "__content__"
-_LINE, _ROW, _HEADER = "a line", "a row", "the header"  # no name of a member has a space
 
 
 @dataclass(frozen=True)
@@ -63,13 +52,11 @@ class StreamRecord:
         members = {member["name"]: member["content"] for member in raw.get(_CONTENT, ())}
         if not members:
             raise too_large_error(self.where)
-        if _ROW in members:
-            delimiter, header = json.loads(members[_HEADER])
-            cells = parse_row(members[_ROW], header, delimiter, self.where)
-            return parse_cells(self.names.rename(cells, self.where), self.where)
-        if _LINE in members:
-            return self.names.rename(parse_json(members[_LINE], self.where), self.where)
-        return self.names.rename(join_members(members, self.where), self.where)
+        if TEXT not in members:
+            return self.names.rename(join_members(members, self.where), self.where)
+        form = TextForm(**json.loads(members[FORM]))
+        record = self.names.rename(form.parse(members[TEXT], self.where), self.where)
+        return parse_cells(record, self.where) if form.delimiter else record
 
 
 @dataclass(frozen=True)
@@ -161,85 +148,44 @@ def _root(specs: Sequence[SourceSpec], cfg: DataConfig) -> str | None:
     of the files. It is None for several, since a record does not name its file."""
     if configured := specs[0].image_root or cfg.image_root:
         return configured
-    firsts = [next(iter(paths_of(spec)), None) for spec in specs]
-    roots = {os.getcwd() if first is None else folder_of_source(first) for first in firsts}
+    roots = {default_root(spec) for spec in specs}
     return roots.pop() if len(roots) == 1 else None
 
 
 def _open(spec: SourceSpec) -> Any:
     import datasets
 
-    paths = paths_of(spec)
-    if not paths or os.path.isdir(paths[0]):
-        for folder in paths:
-            require_files_in(folder)
-        paths = load_by_name(spec, streaming=True)
-        if not isinstance(paths, list):
-            return paths
-    else:
-        for path in paths:
-            require_file(path)
-    suffix = unpacked_kind(kind := kind_of_file(paths[0]))
-    readers = dict.fromkeys(TEXTS, _lines) | dict.fromkeys(DELIMITERS, _rows) | {".tar": _samples}
-    if reader := readers.get(suffix, None if suffix == kind else _lines):
+    if not isinstance(paths := find_data(spec, streaming=True), list):
+        return paths
+    if not (kind := kind_of(paths[0])):
+        raise ConfigError("cannot be streamed", place=spec.path, allowed=tuple(KINDS))
+    if kind.iterate:
         text, data = datasets.Value("string"), datasets.Value("large_binary")
         return datasets.IterableDataset.from_generator(
-            reader,
+            _records,
             features=datasets.Features({_WHERE: text, _CONTENT: [{"name": text, "content": data}]}),
             gen_kwargs={"paths": paths},
         )
-    if suffix not in _TABLES:
-        known = (*readers, *_TABLES)
-        raise ConfigError("cannot be streamed", place=spec.path, allowed=known)
     try:
         return datasets.load_dataset(
-            suffix[1:], data_files={spec.split: paths}, split=spec.split, streaming=True
+            suffix_of(paths[0])[1:],
+            data_files={spec.split: paths},
+            split=spec.split,
+            streaming=True,
         )
     except Exception as error:  # pyarrow and datasets raise many kinds
         raise DataError(f"cannot be streamed: {root_cause(error)}", place=spec.path) from error
+
+
+def _records(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    kind = kind_of(paths[0])
+    assert kind is not None and kind.iterate is not None
+    for where, members in itertools.chain.from_iterable(map(kind.iterate, paths)):
+        content = [{"name": name, "content": value} for name, value in members.items()]
+        yield {_WHERE: where, _CONTENT: content}
 
 
 def _record_place(table: Any) -> str | None:
     """Return the place of a record that was read here, or None if `datasets` read it."""
     known = _WHERE in table.column_names
     return table[_WHERE][0].as_py() if known else None
-
-
-def _lines(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON lines of files without parsing them, because a wrong one may be skipped."""
-    for path in paths:
-        blocks = content_of(path)
-        first = next(blocks, b"")
-        if unpacked_kind(kind_of_file(path)) == ".json" and begins_list(first):
-            for number, record in enumerate(parse_list(b"".join((first, *blocks)), path)):
-                members = [{"name": _LINE, "content": json.dumps(record).encode()}]
-                yield {_WHERE: f"{path}: record {number}", _CONTENT: members}
-            continue
-        for number, line in enumerate(iter_lines(itertools.chain((first,), blocks)), 1):
-            where = f"{path}:{number}"
-            line = line.removeprefix(codecs.BOM_UTF8) if line and number == 1 else line
-            if line is None:
-                yield {_WHERE: where}
-            elif line.strip():
-                yield {_WHERE: where, _CONTENT: [{"name": _LINE, "content": line}]}
-
-
-def _rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of files of cells, with their headers. A wrong row may be skipped, too."""
-    for path in paths:
-        delimiter = DELIMITERS[unpacked_kind(kind_of_file(path))]
-        rows = iter_rows(content_of(path), path, delimiter)
-        header = json.dumps([delimiter, parse_header(next(rows, None), path, delimiter)]).encode()
-        for line, _, content in rows:
-            members = [{"name": _ROW, "content": content}, {"name": _HEADER, "content": header}]
-            yield {_WHERE: f"{path}:{line}", _CONTENT: members}
-
-
-def _samples(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the samples of WebDataset shards."""
-    for path in paths:
-        source = TarSource([path], "")
-        for index in range(len(source)):
-            where, members = source.where(index), source.members(index)
-            content = [{"name": name, "content": value} for name, value in members.items()]
-            yield {_WHERE: where, _CONTENT: content}

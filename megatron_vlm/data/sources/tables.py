@@ -2,6 +2,7 @@
 flipped bit makes a reader look outside its memory and die. So a row is checked before it is
 read."""
 
+import glob
 import os
 import re
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from megatron_vlm.config.data_sources import HUB, SourceSpec
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.untrusted import UntrustedFile, no_file_error
+from megatron_vlm.io.untrusted import UntrustedFile, no_file_error, require_file, require_files_in
 
 
 class TableSource:
@@ -137,12 +138,52 @@ def _plain_value(value: Any, kind: Any) -> Any:
 # The README.md of a data set may list the files of the set. It is untrusted like the rest of the
 # data: it must not name an address or a file outside its folder.
 
+_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # a data set on the Hub
 _README = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)  # the YAML comes first
 _TEXTS = ("json", "csv")  # formats that are read here
 _NO_OPTIONS = {"name", "version", "data_dir", "data_files", "description"}
 
 
-def load_by_name(spec: SourceSpec, streaming: bool = False) -> Any:
+def paths_of(spec: SourceSpec) -> list[str]:
+    """Return the files or folders that a spec names, in the order of their names."""
+    return sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
+
+
+def load_saved(spec: SourceSpec) -> tuple[Any, str] | None:
+    """Load a split of a folder of save_to_disk, if a spec names one. Return its table and name."""
+    path = next(iter(paths_of(spec)), "")
+    if not any((Path(path) / name).exists() for name in ("dataset_dict.json", "state.json")):
+        return None
+    import datasets
+
+    require_files_in(Path(path))
+    try:
+        dataset = datasets.load_from_disk(path)
+    except Exception as error:  # pyarrow and datasets raise many kinds
+        raise DataError(f"cannot be read: {root_cause(error)}", place=path) from error
+    if not isinstance(dataset, datasets.DatasetDict):
+        return dataset, path
+    if spec.split not in dataset:
+        raise missing_split(path, spec.split, dataset)
+    return dataset[spec.split], f"{path}[{spec.split}]"
+
+
+def find_data(spec: SourceSpec, streaming: bool = False) -> Any:
+    """Return the list of the files of a spec or, if `datasets` reads them, a table."""
+    paths = paths_of(spec)
+    is_name = _NAME.fullmatch(spec.path) and not Path(spec.path).suffix
+    if not (paths or is_name or spec.path.startswith(HUB)):
+        raise no_file_error(spec.path)
+    if not paths or os.path.isdir(paths[0]):
+        for folder in paths:
+            require_files_in(Path(folder))
+        return _load_by_name(spec, streaming)
+    for path in paths:
+        require_file(path)
+    return paths
+
+
+def _load_by_name(spec: SourceSpec, streaming: bool) -> Any:
     """Load a split of a data set on the Hub, or in a folder of files. Return its table or, if the
     files are text, the list of their paths. A stream of files on the Hub has their addresses."""
     import datasets

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from megatron_vlm.data.sources.text_files import check_size, file_digest, parse_json
+from megatron_vlm.data.sources.text_files import check_size, file_digest, name_of_files, parse_json
 from megatron_vlm.errors import DataError
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
@@ -19,7 +19,7 @@ class TarSource:
 
     def __init__(self, paths: Sequence[str], root: str):
         self.paths, self.root = list(paths), root
-        self.name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        self.name = name_of_files(paths)
         self.samples: list[tuple[int, str, dict[str, tuple[int, int]]]] = []
         for shard, path in enumerate(self.paths):
             self.samples += _scan_tar(shard, path)

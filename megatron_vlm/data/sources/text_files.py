@@ -4,7 +4,7 @@ import codecs
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,22 @@ def file_digest(path: str) -> str:
             file.seek(start)
             hasher.update(file.read(_SAMPLE))
     return hasher.hexdigest()
+
+
+def name_of_files(paths: Sequence[str]) -> str:
+    """Return the name of a source of these files."""
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def suffix_of(path: str) -> str:
+    """Return the suffix of a file's name, with the one before it for a packed file."""
+    suffixes = Path(path).suffixes
+    return "".join(suffixes[-2:]) if path.endswith((".gz", ".zst")) else Path(path).suffix
+
+
+def unpacked_suffix(path: str) -> str:
+    """Return the suffix of a file once it is unpacked."""
+    return suffix_of(path).removesuffix(".gz").removesuffix(".zst")
 
 
 def unpacked_path(path: str, cache: Path | None) -> str:
@@ -130,12 +146,6 @@ def refuse_utf_16(path: str, name: str) -> None:
         raise DataError("is UTF-16 text", place=name, remedy=remedy)
 
 
-def has_list(path: str) -> bool:
-    """Return whether a file of JSON, which is not packed, holds a list in place of lines."""
-    with open(path, "rb") as file:
-        return begins_list(file.read(_SAMPLE))
-
-
 def begins_list(content: bytes) -> bool:
     """Return whether the content of a file begins a list."""
     return content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
@@ -148,15 +158,12 @@ def parse_list(content: bytes, path: str) -> Any:
 
 # A record may hold images as base64. A few KB can unpack to gigabytes.
 MAX_RECORD = 256 * 2**20  # bytes
-_BLOCK = 2**22
-_SHORT = 8  # bytes; longer lines are not searched for a character that is not blank
-_IS_BLANK = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 
 
 def parse_json(text: str | bytes, where: str, what: str = "a line of JSON") -> Any:
     """Parse a JSON text. Raise a DataError at `where` if it is not JSON, or exceeds a limit."""
     check_size(len(text), where)
-    if what == "a line of JSON" and text[: _SHORT + 1].strip() in ("{", "[", b"{", b"["):
+    if what == "a line of JSON" and text[:9].strip() in ("{", "[", b"{", b"["):
         raise DataError(
             f"is not {what}: it goes on in the next lines",
             place=where,
@@ -180,57 +187,18 @@ def too_large_error(where: str) -> DataError:
     )
 
 
-def scan_lines(path: str, hasher: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the [start, end) of each line that is not blank, and its number, from 1."""
-    spans, numbers = [], []
-    offset, line = 0, 1
-    with open(path, "rb") as file:
-        start = 3 if file.read(3) == codecs.BOM_UTF8 else 0
-        file.seek(0)
-        before = b""  # the last bytes of the previous block
-        while block := file.read(_BLOCK):
-            hasher.update(block)
-            ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + offset
-            if len(ends):
-                block_spans = np.stack([np.concatenate([[start], ends[:-1] + 1]), ends], axis=1)
-                keep = _not_blank(block_spans, before + block, offset - len(before))
-                spans.append(block_spans[keep])
-                numbers.append(np.flatnonzero(keep) + line)
-                start, line = int(ends[-1]) + 1, line + len(ends)
-            before, offset = (before + block)[-_SHORT:], offset + len(block)
-    last = np.array([[start, offset]])
-    if offset > start and _not_blank(last, before, offset - len(before))[0]:
-        spans.append(last)
-        numbers.append(np.array([line]))
-    if not spans:
-        return np.zeros((0, 2), np.int64), np.zeros(0, np.int64)
-    return np.concatenate(spans), np.concatenate(numbers)
-
-
-def _not_blank(spans: np.ndarray, content: bytes, offset: int) -> np.ndarray:
-    """Return a mask of the lines with more than white space; `content` starts at `offset`."""
-    keep: np.ndarray = spans[:, 1] > spans[:, 0]
-    short = np.flatnonzero(keep & (spans[:, 1] - spans[:, 0] < _SHORT))
-    if len(short):
-        marks = ~_IS_BLANK[np.frombuffer(content, dtype=np.uint8)]
-        counts = np.concatenate([[0], np.cumsum(marks, dtype=np.int32)])
-        starts, ends = (spans[short] - offset).T
-        keep[short] = counts[ends] > counts[starts]
-    return keep
-
-
-def iter_lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
-    """Yield every line of a file that comes in blocks, and None for a line that is too large. At
-    most a record and a block are held in memory."""
-    line, too_large = bytearray(), False
+def iter_lines(blocks: Iterable[bytes]) -> Iterator[tuple[int, int, bytes | None]]:
+    """Yield every line of a file that comes in blocks: its number, the place of its first byte, and
+    its bytes, or None if it is too large. At most a record and a block are held in memory."""
+    line, number, start, size = bytearray(), 1, 0, 0
     for block in blocks:
-        *whole, rest = block.split(b"\n")
-        for piece in whole:
-            line += piece
-            yield None if too_large or len(line) > MAX_RECORD else bytes(line)
-            line, too_large = bytearray(), False
-        line += rest
-        if len(line) > MAX_RECORD:
-            line, too_large = bytearray(), True
-    if line or too_large:
-        yield None if too_large else bytes(line)
+        *ended, rest = block.split(b"\n")
+        for piece in ended:
+            size += len(piece)
+            yield number, start, None if size > MAX_RECORD else bytes(line) + piece
+            number, start, size = number + 1, start + size + 1, 0
+            line.clear()
+        size += len(rest)
+        line += rest if size <= MAX_RECORD else b""
+    if size:
+        yield number, start, None if size > MAX_RECORD else bytes(line)
