@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.messages import parse_messages
-from megatron_vlm.data.records.taken import Keys
 from megatron_vlm.distributed.error_json import error_to_json
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.io.parent_death import signal_when_parent_dies

@@ -5,12 +5,13 @@ import io
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import PIL.Image
 import pytest
 import yaml
 
-from megatron_vlm.data.records.formats import OnlyAsksError, parse_record
+from megatron_vlm.data.records.formats import FORMAT_KEYS, OnlyAsksError, parse_record
 from megatron_vlm.data.records.keys import UnknownKeysError
 from megatron_vlm.data.records.record import (
     Box,
@@ -125,6 +126,12 @@ SAME = {
 @pytest.mark.parametrize("name", SAME)
 def test_formats_give_the_same_chat(name):
     assert parse_record(SAME[name], "x:1") == Conversation("x:1", ASKED)
+
+
+def test_the_documentation_has_the_keys_of_every_format():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    table = page.partition("Formats are recognised by their keys:")[2].partition("### System")[0]
+    assert FORMAT_KEYS - {*re.findall(r"`(\w+)`", table)} == set()
 
 
 def test_images_stand_where_their_marks_are():

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_vlm.data.records.keys import Fields, Keys
 from megatron_vlm.data.records.record import (
     Box,
     ChatMessage,
@@ -19,7 +20,6 @@ from megatron_vlm.data.records.record import (
     require_list,
     text_of,
 )
-from megatron_vlm.data.records.taken import Fields, Keys
 from megatron_vlm.errors import DataError
 
 REF, BOX = "<ref-object>", "<bbox>"

@@ -3,43 +3,159 @@ as docs/data.md lists them."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_vlm.data.records.boxes import parse_objects
-from megatron_vlm.data.records.keys import misspelled_key
-from megatron_vlm.data.records.messages import image_of, media_column, parse_messages
-from megatron_vlm.data.records.plain import (
-    PLAIN_NAMES,
-    QUESTIONS,
-    as_turns,
-    find_plain_form,
-    needed_beside,
-    parse_pairs,
-)
+from megatron_vlm.data.records.keys import Fields, Keys, misspelled_key
+from megatron_vlm.data.records.messages import image_of, media_column, parse_messages, parse_tools
 from megatron_vlm.data.records.record import (
     ChatMessage,
     Conversation,
     EncodedRecord,
     ImageChunk,
     Record,
+    is_empty,
     is_list,
     parse_text,
     require_object,
     require_record,
+    text_of,
     weight_of,
 )
 from megatron_vlm.data.records.record_media import check_lone_marks, place_media
-from megatron_vlm.data.records.taken import Fields, Keys
-from megatron_vlm.data.records.tool_calls import parse_tools
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep
+
+
+@dataclass(frozen=True)
+class _PlainForm:
+    """A form by its keys: that of the question, those that may have the answer, and others that it
+    reads. A question that is None is data.caption_prompt, and the answer is the caption."""
+
+    question: str | None
+    answers: tuple[str, ...]
+    more: tuple[str, ...] = ()
+
+    def turns(self, fields: Fields, keys: Keys, caption_prompt: str) -> list[ChatMessage]:
+        """Return the question and, unless the record is only to ask, its answer."""
+        turns = _past_turns(fields.take("history")) if "history" in self.more else []
+        if self.question is None:
+            turns.append(ChatMessage("user", (caption_prompt,) if caption_prompt else ()))
+        elif self.question == "prompt":
+            turns += as_turns(fields.take("prompt"), "user", keys)
+        else:
+            names = (self.question, "input") if "input" in self.more else (self.question,)
+            texts = [text_of(value, name) for name, value in fields.take_all(*names).items()]
+            turns.append(ChatMessage("user", ("\n".join(filter(None, texts)),)))
+        name = "" if keys.prompts_only else self._answer_name(fields)
+        if name:
+            turns += _answer(fields.take(name), name, keys)
+        if not (self.question is None or name == "completion"):  # trl's prompts have no marks
+            keys.marked += [part for turn in turns for part in turn.parts if isinstance(part, str)]
+        return turns
+
+    def _answer_name(self, fields: Fields) -> str:
+        """Return the key of the answer. A worked solution is learnt in place of the bare answer
+        beside it."""
+        present = [name for name in self.answers if name in fields]
+        names = [name for name in present if not is_empty(fields.values[name])] or present
+        fields.take(*(name for name in names if name != "answer" or "solution" not in names))
+        return names[0]
+
+
+def _answer(value: Any, name: str, keys: Keys) -> list[ChatMessage]:
+    if name == "completion":
+        return as_turns(value, "assistant", keys)
+    if name == "answers":
+        value = _only_answer(value)
+    if value == "":
+        raise DataError("is empty", key=name)
+    return [ChatMessage("assistant", (text_of(value, name),))]
+
+
+_FORMS = (
+    _PlainForm("prompt", ("completion", "response")),
+    _PlainForm("instruction", ("output", "response"), ("input", "history")),
+    _PlainForm("query", ("response", "answer"), ("history",)),
+    _PlainForm("question", ("solution", "answer", "answers", "response")),
+    _PlainForm("problem", ("solution", "answer")),
+    _PlainForm("input", ("output",)),
+)
+_CAPTION = _PlainForm(None, ("text", "caption"))
+_PICTURES = ("image", "images", "video", "videos")
+_QUESTIONS = tuple(form.question for form in _FORMS if form.question)
+# Where a question has a key of its own, these hold other parts of it, or other answers: without
+# them something else would be learnt.
+_NEEDED = frozenset({"answers", "options", "choices", "context", "passage", "hint"})
+
+
+def _find_plain_form(fields: Fields, prompts_only: bool) -> _PlainForm | None:
+    """Return the form of a record, or None. With `prompts_only`, records need no answer."""
+    for form in _FORMS:
+        if form.question in fields and (
+            prompts_only or any(name in fields for name in form.answers)
+        ):
+            return form
+    has_picture = any(name in fields for name in _PICTURES)
+    return _CAPTION if has_picture and any(name in fields for name in _CAPTION.answers) else None
+
+
+def _parse_pairs(value: Any, key: str, keys: Keys) -> list[ChatMessage]:
+    """Parse a list of questions with answers, in the words of ms-swift or the Cauldron."""
+    if not is_list(value) or not all(isinstance(pair, Mapping) for pair in value):
+        raise DataError("must be a list of objects", key=key)
+    turns = []
+    for number, pair in enumerate(value):
+        with keys.at(f"{key}[{number}]"):
+            fields = keys.open(pair)
+            fields.take("source")
+            question = text_of(fields.take("human", "user"), "user")
+            answer = text_of(fields.take("assistant"), "assistant")
+        keys.marked += [question, answer]
+        turns += [ChatMessage("user", (question,)), ChatMessage("assistant", (answer,))]
+    return turns
+
+
+def as_turns(value: Any, role: str, keys: Keys) -> list[ChatMessage]:
+    """Return one turn with this role for a string, and the messages of a list."""
+    if value is None or value == "":
+        return [] if role == "system" else [ChatMessage(role, ())]
+    if isinstance(value, str):
+        return [ChatMessage(role, (value,))]
+    return parse_messages(value, keys)
+
+
+def _past_turns(history: Any) -> list[ChatMessage]:
+    turns: list[ChatMessage] = []
+    for pair in () if history is None else history if is_list(history) else [history]:
+        if not is_list(pair) or [type(text) for text in pair] != [str, str]:
+            raise DataError(
+                "must be a list of pairs of strings, a question and its answer", key="history"
+            )
+        turns += [ChatMessage("user", (pair[0],)), ChatMessage("assistant", (pair[1],))]
+    return turns
+
+
+def _only_answer(value: Any) -> Any:
+    """Return the answer of a list of answers that are all the same."""
+    answers = list(value) if is_list(value) else [value]
+    if len(answers) == 0 or any(answer != answers[0] for answer in answers):
+        raise DataError(
+            f"has {len(answers)} answers, and one is to be learnt",
+            key="answers",
+            remedy="give that one as answer",
+        )
+    return answers[0]
+
 
 # The keys of a list of messages or pairs, which identify a format.
 _LISTS = ("messages", "conversations", "conversation", "texts")
 # Variables of the chat template: trl's object, and the one that decides about thinking.
 VARIABLE_KEYS = ("chat_template_kwargs", "enable_thinking")
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_NAMING = frozenset({*_LISTS, *PLAIN_NAMES} - {"texts"})  # most likely, `text` is no slip of it
+# The keys that identify a format, as docs/data.md lists them.
+FORMAT_KEYS = frozenset({*_LISTS, *_QUESTIONS, *(name for form in _FORMS for name in form.answers)})
 _NAMES = (
     "messages; conversations; prompt and completion; question and answer; instruction and output; "
     "image and text; or chunks"
@@ -67,7 +183,7 @@ def parse_record(
             raise UntrustedFile("", remedy="mend the record or drop it").depth_error()
         fields = keys.record(raw)
         if "chunks" in fields or "model_input" in fields:
-            record: Record = parse_chunks(fields, keys, where)
+            record: Record = _parse_chunks(fields, keys, where)
         else:
             record = _parse_chat(fields, keys, caption_prompt, where)
         keys.check_record(fields, record)
@@ -97,14 +213,15 @@ def _parse_turns(fields: Fields, keys: Keys, caption_prompt: str) -> list[ChatMe
             continue
         value = fields.take(name)
         pairs = _has_pairs(value)
-        turns = parse_pairs(value, name, keys) if pairs else parse_messages(value, keys)
+        turns = _parse_pairs(value, name, keys) if pairs else parse_messages(value, keys)
         if not turns:
             raise DataError("is empty", key=name)
         return turns
-    form = find_plain_form(fields, keys.prompts_only)
+    form = _find_plain_form(fields, keys.prompts_only)
     if form is None:
         raise _unknown_format(fields.values)
-    keys.needed = needed_beside(form, keys.prompts_only)
+    if form.question not in (None, "prompt"):
+        keys.needed = {*_NEEDED, *_QUESTIONS} - ({"answers"} if keys.prompts_only else set())
     return form.turns(fields, keys, caption_prompt)
 
 
@@ -163,14 +280,15 @@ class OnlyAsksError(DataError):
 
 def _unknown_format(raw: Mapping[str, Any]) -> DataError:
     key_names = sorted(map(str, raw))
-    if question := next((name for name in QUESTIONS if name in raw), ""):
+    if question := next((name for name in _QUESTIONS if name in raw), ""):
         return OnlyAsksError(
             f"has a question, and none of the keys {key_names} is known to have its answer",
             key=question,
             remedy="name the answer completion, response or answer; a record that only asks is "
             "for megatron-vlm rl, whose reward gets all other keys",
         )
-    slips = [(key, misspelled_key(key, _NAMING)) for key in key_names if key not in _NAMING]
+    known = FORMAT_KEYS - {"texts"}  # most likely, `text` is no slip of it
+    slips = [(key, misspelled_key(key, known)) for key in key_names if key not in known]
     likely = [f"{key!r} is most likely {near!r}" for key, near in slips if near]
     return DataError(
         f": the keys {key_names} match no known format",
@@ -179,7 +297,7 @@ def _unknown_format(raw: Mapping[str, Any]) -> DataError:
     )
 
 
-def parse_chunks(fields: Fields, keys: Keys, where: str) -> EncodedRecord:
+def _parse_chunks(fields: Fields, keys: Keys, where: str) -> EncodedRecord:
     """Parse a raw dict that has `chunks` or `model_input`."""
     chunks: Any = fields.take("chunks", "model_input")
     if isinstance(chunks, Mapping):

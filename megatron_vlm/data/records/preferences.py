@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_vlm.data.records.plain import answer_at, as_turns
+from megatron_vlm.data.records.formats import as_turns
+from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.record import (
     ChatMessage,
     Conversation,
@@ -13,13 +14,15 @@ from megatron_vlm.data.records.record import (
     Part,
     Record,
     Video,
+    both_given,
     dicts,
+    is_empty,
     is_list,
     require_record,
 )
 from megatron_vlm.data.records.record_media import MARKS
-from megatron_vlm.data.records.taken import Keys
 from megatron_vlm.errors import DataError
+from megatron_vlm.io.untrusted import UntrustedFile
 
 Parse = Callable[[Mapping[str, Any], str], Record]
 
@@ -45,7 +48,7 @@ def parse_pair(raw: Any, parse: Parse, ignored: Sequence[str] = ()) -> list[tupl
     """Parse a record with a chosen and a rejected answer. `parse` parses a record of one chat.
     Return both chats, whose last turns are the answers, and of each whether it is rejected."""
     raw = require_record(raw, ignored)
-    chosen, rejected = (answer_at(raw, names) for names in (_CHOSEN, _REJECTED))
+    chosen, rejected = (_answer_at(raw, names) for names in (_CHOSEN, _REJECTED))
     rest = {key: raw[key] for key in raw if key not in (*_CHOSEN, *_REJECTED)}
     if rejected is None:
         raise DataError(
@@ -103,6 +106,38 @@ def parse_labelled(
     answer = raw.get("completion")
     length = len(_turns_of(answer, "assistant", "")) if is_list(answer) else 1
     return [(_untrained_prompt(chat, length), not values[names[0]])]
+
+
+def _answer_at(raw: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the answer at one of these keys, a text or a list of messages, or None."""
+    present = [name for name in names if name in raw]
+    if not present:
+        return None
+    if len(present) > 1:
+        raise both_given(*present[:2])
+    value = raw[present[0]]
+    if isinstance(value, str):
+        value = _messages_in(value)
+    if is_empty(value) or (isinstance(value, str) and not value.strip()):
+        raise DataError(
+            "is empty: nothing can be compared with it",
+            key=present[0],
+            remedy="leave the record out, or set data.max_errors=100",
+        )
+    return value if isinstance(value, str) else dicts(value, present[0])
+
+
+def _messages_in(text: str) -> Any:
+    """Return the messages that a text has as JSON, or the text: an answer may be JSON, too."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return text
+    try:
+        value = UntrustedFile("").parse(text, "is no JSON")
+    except DataError:
+        return text
+    first = value[0] if is_list(value) and value else value
+    is_message = isinstance(first, Mapping) and ({"role", "content"} <= {*first} or "from" in first)
+    return value if is_message else text
 
 
 def _is_chat(answer: Any) -> bool:
