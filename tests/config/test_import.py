@@ -210,6 +210,10 @@ VALUES = {
         {"rl.samples": 2, "rl.kl_coef": 0.05, "train.global_batch_size": 4},
         {"task": "rloo"},
     ),
+    "a rank without adapters": (
+        TRL | {"lora_r": 32, "lora_alpha": 64},
+        {"lora.rank": 0, "lora.alpha": Config().lora.alpha},
+    ),
     "tokens of LLaMA-Factory": (
         LF | {"add_tokens": "<a>,<b>", "add_special_tokens": "<c>", "resize_vocab": "true"},
         {"data.add_tokens": ("<a>", "<b>", "<c>")},

@@ -166,16 +166,16 @@ def test_the_tables_name_keys_that_exist_and_no_name_twice():
 LISTS = sorted((Path(__file__).parents[1] / "golden" / "trainer_keys").glob("*.txt"))
 # Names that people type, though no example of tests/support has them and one list at most.
 TYPED = """
-adamw additional_target assistant_only_loss batch_size clip_ratio completion_only_loss
-compute_metrics critic custom_reward_function dataset_dir dataset_text_field eval_batch_size
-filter_groups fps hydra init_lora_weights interleave_probs kl_ctrl kto_chosen_weight interleave_prob
-limit_mm_per_prompt load_best_model_at_end loss_agg_mode mask_history mask_truncated_completions
-max_seq_length max_turns min_p mix_strategy multi_turn muon neat_packing new_special_tokens
-overlong_buffer override_config peft peft_config precompute_ref_log_probs pref_ftx profiler
-prompt_key quantization_bit ray_kwargs revision reward_manager roles_to_train rollout.top_k
-rollout_correction rollout_is sequence_parallel_size tokenizer tokens train_on_inputs
-train_on_prompt tune_mm_llm tune_mm_mlp tune_mm_vision ulysses_sequence_parallel_size use_cache
-use_chat_template use_lora val_kwargs video_maxlen
+adamw additional_target assistant_only_loss clip_ratio completion_only_loss compute_metrics critic
+custom_reward_function dataset_dir dataset_text_field eval_batch_size filter_groups fps hydra
+init_lora_weights interleave_prob interleave_probs kl_ctrl kto_chosen_weight limit_mm_per_prompt
+load_best_model_at_end loss_agg_mode mask_history mask_truncated_completions max_seq_length
+max_turns min_p mix_strategy multi_turn muon neat_packing new_special_tokens overlong_buffer
+override_config peft peft_config precompute_ref_log_probs pref_ftx profiler prompt_key
+quantization_bit ray_kwargs revision reward_manager roles_to_train rollout.top_k rollout_correction
+rollout_is sequence_parallel_size tokenizer tokens train_on_inputs train_on_prompt
+ulysses_sequence_parallel_size use_cache use_chat_template use_lora val_kwargs video_max_frames
+video_maxlen video_min_frames
 """
 
 

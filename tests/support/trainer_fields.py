@@ -40,6 +40,10 @@ CLASSES = {
         ("swift/**/*arg*.py", "transformers/training_args.py"),
         "SftArguments RLHFArguments MegatronSftArguments MegatronRLHFArguments",
     ),
+    "qwen-vl-finetune": (
+        ("qwenvl/train/argument.py", "transformers/training_args.py"),
+        "ModelArguments DataArguments TrainingArguments",
+    ),
     "axolotl": (("axolotl/utils/schemas/*.py",), "AxolotlInputConfig"),
 }
 VERL = "verl/trainer/config/_generated_ppo_trainer.yaml"

@@ -1,4 +1,4 @@
-"""Scripts in the style of the five trainers' own examples, with `megatron-vlm import` in front of
+"""Scripts in the style of the trainers' own examples, with `megatron-vlm import` in front of
 their commands. Each comes with our keys that it must become, and with words of its notes."""
 
 from typing import Any
@@ -52,6 +52,47 @@ _SWIFT = "swift sft --model Qwen/Qwen3-VL-2B-Instruct --dataset a.jsonl"
 _MEGATRON = "megatron sft --model Qwen/Qwen3-VL-30B-A3B-Instruct --dataset a.jsonl"
 _TRL = "--model_name_or_path Qwen/Qwen3-VL-2B-Instruct --dataset_name org/chats"
 _VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-VL-2B-Instruct"
+
+QWEN_SFT = """\
+NPROC_PER_NODE=8
+deepspeed=./scripts/zero3.json
+llm=Qwen/Qwen3-VL-4B-Instruct  # Using HuggingFace model ID
+batch_size=4
+entry_file=qwenvl/train/train_qwen.py
+args="
+    --deepspeed ${deepspeed} \\
+    --model_name_or_path "${llm}" \\
+    --dataset_use public_dataset1,public_dataset2%50 \\
+    --data_flatten True \\
+    --tune_mm_vision False \\
+    --tune_mm_mlp True \\
+    --tune_mm_llm True \\
+    --bf16 \\
+    --output_dir ./output \\
+    --num_train_epochs 0.5 \\
+    --per_device_train_batch_size ${batch_size} \\
+    --per_device_eval_batch_size $((batch_size*2)) \\
+    --gradient_accumulation_steps 4 \\
+    --max_pixels 50176 \\
+    --min_pixels 784 \\
+    --eval_strategy "no" \\
+    --save_strategy "steps" \\
+    --save_steps 1000 \\
+    --save_total_limit 1 \\
+    --learning_rate 1e-5 \\
+    --weight_decay 0 \\
+    --warmup_ratio 0.03 \\
+    --max_grad_norm 1 \\
+    --lr_scheduler_type "cosine" \\
+    --logging_steps 1 \\
+    --model_max_length 8192 \\
+    --gradient_checkpointing True \\
+    --dataloader_num_workers 4 \\
+    --run_name qwen3vl \\
+    --report_to wandb"
+megatron-vlm import torchrun --nproc_per_node=${NPROC_PER_NODE} --master_addr=127.0.0.1 \\
+    --master_port=29500 ${entry_file} ${args}
+"""
 
 # name: (script, our keys with their values, words of the notes)
 SCRIPTS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -214,6 +255,34 @@ megatron-vlm import {_VERL} \\
         " data.train_files='[a.parquet, b.parquet]'",
         {"rl.advantage": "rloo", "parallel.tp": 2},
         "config_name=ppo_megatron: defaults of that file are not read",
+    ),
+    "qwen-vl-finetune: its script for Qwen3-VL": (
+        QWEN_SFT,
+        {"train.global_batch_size": 128, "train.micro_batch_size": 4, "optim.schedule": "cosine"}
+        | {"optim.lr": 1e-5, "optim.warmup_ratio": 0.03, "train.epochs": 0.5, "lora.rank": 0}
+        | {"model.freeze_vision": True, "model.freeze_merger": False, "checkpoint.every": 1000}
+        | {"model.freeze_language": False, "data.max_tokens": 8192, "data.max_pixels": 50176}
+        | {"data.min_pixels": 784, "log.wandb": "huggingface", "run": "./output"}
+        | {"data.video": VideoLimits(2.0, 4, 8, 200704, 802816)},
+        "data_dict in qwenvl/data/__init__.py; DeepStack's mergers learn with the merger here; "
+        "give data.train=[{; data_flatten=True: records over data.max_tokens are left as they are",
+    ),
+    "qwen-vl-finetune: adapters, packs and rates": (
+        "megatron-vlm import python -m qwenvl.train.train_qwen --model_name_or_path "
+        "Qwen/Qwen3-VL-2B-Instruct --dataset_use 'a%50,b' --lora_enable True --data_flatten True "
+        "--data_packing True --mm_projector_lr 1e-5 --base_interval 2 --cache_dir ./cache",
+        {"lora.rank": 64, "lora.alpha": 128.0, "lora.dropout": 0.05, "optim.lr": 5e-5}
+        | {"lora.targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "optim.merger_lr": None}
+        | {"model.freeze_vision": False, "train.global_batch_size": 8, "data.max_tokens": 512},
+        "in place of a name's %50; a batch counts packs of records there; "
+        "mm_projector_lr=1e-5: no effect there",
+    ),
+    "qwen-vl-finetune: rates of the parts": (
+        "megatron-vlm import qwenvl/train/train_qwen.py --model_name_or_path "
+        "Qwen/Qwen3-VL-2B-Instruct --dataset_use a --tune_mm_mlp True --tune_mm_llm True "
+        "--tune_mm_vision True --mm_projector_lr 2e-5 --vision_tower_lr 1e-6",
+        {"optim.merger_lr": 2e-5, "optim.vision_lr": 1e-6, "model.freeze_vision": False},
+        "",
     ),
     "variables in front, as env has them": (
         f"megatron-vlm import env NPROC_PER_NODE=2 FPS_MAX_FRAMES=12 {_SWIFT}"

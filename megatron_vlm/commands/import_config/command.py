@@ -15,6 +15,7 @@ from megatron_vlm.commands.import_config.model_rules import (
     translate_model,
 )
 from megatron_vlm.commands.import_config.ms_swift import MEGATRON_SWIFT, MS_SWIFT
+from megatron_vlm.commands.import_config.qwen_finetune import QWEN_FINETUNE
 from megatron_vlm.commands.import_config.source_settings import (
     DATA_FILES,
     SourceSettings,
@@ -35,6 +36,7 @@ TRAINERS: Mapping[str, Trainer] = {
     "trl": TRL,
     "axolotl": AXOLOTL,
     "verl": VERL,
+    "qwen-vl-finetune": QWEN_FINETUNE,
 }
 _SHOWN = 5  # names of keys in the message
 _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
@@ -62,10 +64,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def import_(args: argparse.Namespace) -> None:
     """print the configuration of another trainer as one of this package
 
-    Read a configuration of LLaMA-Factory, ms-swift, TRL, axolotl or verl and print it as YAML of
-    this package: each line with the setting that it came from, then what is different here and what
-    has no counterpart. In a script, write megatron-vlm import in front of the training command and
-    run the script: the command is read in place of being run.
+    Read a configuration of LLaMA-Factory, ms-swift, TRL, axolotl, verl or qwen-vl-finetune and
+    print it as YAML of this package: each line with the setting that it came from, then what is
+    different here and what has no counterpart. In a script, write megatron-vlm import in front of
+    the training command and run the script: the command is read in place of being run.
 
     example: megatron-vlm import qwen3vl_lora_sft.yaml --gpus 8
 

@@ -104,6 +104,8 @@ def _copy(t: Translation, left: Leftovers, key: str, setting: Setting) -> None:
     is_switch = key_types()[key] is bool
     if is_nothing(setting.value) or (is_off(setting.value) and not is_switch):
         left.off.append(setting)
+    elif key.startswith("lora.") and not t.has_lora:
+        left.add("adapters are not trained, since no setting asks for them", setting)
     elif key in t.lines:
         left.add(f"{key} is set already, by another key of the configuration", setting)
     else:

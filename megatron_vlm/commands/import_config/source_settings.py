@@ -128,13 +128,14 @@ _PROGRAMS = {
     ),
     "axolotl": (r"(?:.*/)?(axolotl)\n(train)", r"(axolotl\.cli\.train)()\n.*"),
     "verl": (r"((?:[\w.]+\.)?main_\w+|(?:.*/)?main_\w+\.py)()\n.*",),
+    "qwen-vl-finetune": (r"(?:.*[./])?(train_qwen)()(?:\.py)?\n.*",),
 }
 _ONE_VALUE = ("axolotl", "verl")  # an option has one value at most; others take lists
 _MAX_WORDS = 4000
 _REMEDY = (
     "give a YAML or JSON file, or write `megatron-vlm import` in front of llamafactory-cli train, "
-    "swift sft, megatron sft, trl sft, axolotl train or python -m verl.trainer.main_ppo, with its "
-    "launcher and its arguments"
+    "swift sft, megatron sft, trl sft, axolotl train, train_qwen.py or python -m "
+    "verl.trainer.main_ppo, with its launcher and its arguments"
 )
 
 

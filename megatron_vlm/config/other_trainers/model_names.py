@@ -3,7 +3,8 @@
 MODEL_NAMES = {
     "lora=default trains adapters, as lora.rank=16 does: in lora.targets; without, all weights "
     "are trained but those of model.freeze_vision, model.freeze_merger and model.freeze_language": (
-        "peft peft_config use_lora use_peft finetuning_type train_type tuner_type adapter"
+        "peft peft_config use_lora use_peft lora_enable finetuning_type train_type tuner_type "
+        "adapter"
     ),
     "lora.targets is a list of parts, such as [attention,mlp], or of names of linear layers, such "
     "as [q_proj,v_proj]": (
@@ -119,7 +120,7 @@ MODEL_NAMES = {
     # Data and templates.
     "data.train and data.eval are files, globs, or names of Hugging Face data sets; "
     "data.train=FOLDER/dataset_info.json:NAME is a set that LLaMA-Factory's file describes": (
-        "dataset dataset_name dataset_dir datasets"
+        "dataset dataset_name dataset_dir datasets dataset_use"
     ),
     "data.train={path: NAME, streaming: true} reads a data set as it comes": (
         "streaming dataset_streaming"
@@ -138,7 +139,9 @@ MODEL_NAMES = {
         "loss_scale roles_to_train"
     ),
     "data.video={fps: 2.0} sets what is not as in the checkpoint: fps, min_frames, max_frames, "
-    "min_pixels or max_pixels": "fps video_fps video_maxlen fps_max_frames",
+    "min_pixels or max_pixels": (
+        "fps video_fps video_maxlen fps_max_frames video_max_frames video_min_frames base_interval"
+    ),
     "min_pixels and max_pixels in data.video={max_pixels: 100352} count the pixels of all frames "
     "of a video together; beside a video in a record, they are of each frame": (
         "video_max_pixels video_min_pixels video_max_token_num video_max_frame_* video_min_frame_*"
@@ -148,12 +151,13 @@ MODEL_NAMES = {
     ),
     "data.max_tokens counts images, too; data.truncation decides about longer records": (
         "max_seq_length max_length cutoff_len seq_length truncation_strategy truncation_mode "
-        "sequence_len max_prompt_length filter_overlong_prompts"
+        "sequence_len max_prompt_length filter_overlong_prompts model_max_length"
     ),
     "rows are never packed (docs/parallelism.md): micro-batches of equal cost are filled up to "
     "train.micro_batch_tokens": (
         "padding_free neat_packing group_by_length sample_packing eval_sample_packing packing "
-        "packing_length use_remove_padding pad_to_multiple_of pad_to_sequence_len use_dynamic_bsz"
+        "packing_length use_remove_padding pad_to_multiple_of pad_to_sequence_len use_dynamic_bsz "
+        "data_flatten data_packing"
     ),
     "data.num_workers processes of each replica read and decode in advance, each with "
     "data.prefetch batches": (
