@@ -160,7 +160,7 @@ def _keys_of_records(source: Source) -> Iterable[Collection[str]]:
 
 @dataclass(frozen=True)
 class TextForm:
-    """How the text of a record is parsed: as JSON or, with a delimiter, as a row of cells."""
+    """Form of the text of a record: JSON or, with a delimiter, a row of cells."""
 
     delimiter: str | None = None
     header: Sequence[str] = ()
@@ -320,7 +320,7 @@ def _scan_tables(paths: list[str], name: str, root: str, cache: Path | None) -> 
 
 @dataclass(frozen=True)
 class FileKind:
-    """How files of a kind are read: at random after a scan, or one after the other."""
+    """Readers of a kind of files: at random after a scan, or one record after the other."""
 
     scan: Callable[[list[str], str, str, Path | None], Source]
     # The place and the members of each record of a file; None if `datasets` streams the files.
