@@ -139,14 +139,13 @@ def _with_adapter(folder: Path, overrides: Sequence[str], file: ConfigFile | Non
     return replace(cfg, lora=lora, checkpoint=CheckpointConfig(export=False))
 
 
-def add_where(parser: argparse.ArgumentParser) -> None:
+def add_where(
+    parser: argparse.ArgumentParser,
+    models: str = "a Hugging Face folder, an adapter or a name on the Hub",
+) -> None:
     """Add the model of a command, and the keys of its configuration."""
-    parser.add_argument(
-        "where",
-        metavar="WHERE",
-        help="a Hugging Face folder, an adapter or a name on the Hub; or a run or one of its "
-        "checkpoints, with its configuration",
-    )
+    text = f"{models}; or a run or one of its checkpoints, with its configuration"
+    parser.add_argument("where", metavar="WHERE", help=text)
     add_overrides(parser)
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megatron_vlm.commands.eval import locate
+from megatron_vlm.commands.eval import add_where, locate
 from megatron_vlm.config import ConfigFile
-from megatron_vlm.config.arguments import add_overrides
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError
@@ -16,13 +15,7 @@ from megatron_vlm.errors import ConfigError
 
 def add_agree_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command and of each of its processes."""
-    parser.add_argument(
-        "where",
-        metavar="WHERE",
-        help="a Hugging Face folder or a name on the Hub; or a run or one of its checkpoints, with "
-        "its configuration",
-    )
-    add_overrides(parser)
+    add_where(parser, "a Hugging Face folder or a name on the Hub")
     python = "of the environment that has vLLM, such as .venv-vllm/bin/python (required)"
     parser.add_argument("--engine", metavar="PYTHON", help=python)
     devices = "CUDA_VISIBLE_DEVICES of the engine (default: as here)"
