@@ -113,13 +113,11 @@ def engine_of_flags(cfg: EngineConfig, python: str, devices: Sequence[str]) -> E
 def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
     """Refuse an engine that could not be started, or settings of an engine that is not started."""
     engine = cfg.engine
-    is_for_teacher = group == "rl" and cfg.teacher.engine != OWN
-    if is_for_teacher:
-        scorer = cfg.teacher.engine
-        check_python(cfg, engine_kind(scorer, "teacher.engine"), f"teacher.engine={scorer}")
+    scorer = engine_kind(cfg.teacher.engine, "teacher.engine") if group == "rl" else OWN_DECODER
+    check_python(cfg, scorer, f"teacher.engine={cfg.teacher.engine}")
     if not isinstance(engine.options, dict):
         raise ConfigError(key="engine.options", found=engine.options, allowed="{NAME: VALUE}")
-    if group == "rl" and cfg.rl.replay_routing and not _has_routing(engine.name):
+    if group == "rl" and cfg.rl.replay_routing and not engine_kind(engine.name).has_routing:
         raise ConfigError(
             "needs an engine that returns the experts of each token, and "
             f"engine.name={engine.name} does not",
@@ -127,16 +125,16 @@ def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
             found=True,
             remedy=f"give engine.name={DEFAULT_ENGINE}, or set rl.replay_routing=false",
         )
-    if engine.name == OWN:
-        if (engine.python and not is_for_teacher) or engine.devices or engine.options:
+    kind = engine_kind(engine.name)
+    if kind.on_ranks:
+        if (engine.python and scorer.on_ranks) or engine.devices or engine.options:
             raise ConfigError(
                 "starts no engine, and engine.python, engine.devices or engine.options is set",
                 key="engine.name",
-                found=OWN,
+                found=engine.name,
                 remedy=f"give engine.name={DEFAULT_ENGINE}, or leave them out",
             )
         return
-    kind = engine_kind(engine.name)
     check_python(cfg, kind, f"engine.name={engine.name}")
     if cfg.data.add_tokens:
         raise ConfigError(
@@ -164,10 +162,6 @@ def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
             allowed=range(1, kind.max_lora_rank + 1),
             remedy=f"give at most {kind.max_lora_rank}, or choose engine.name=own",
         )
-
-
-def _has_routing(name: str) -> bool:
-    return engine_kind(name).has_routing
 
 
 def check_python(cfg: Config, kind: EngineKind, needed_by: str) -> None:

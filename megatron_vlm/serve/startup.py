@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config.command_checks import loaded_counts
-from megatron_vlm.config.schema import OWN, Config
+from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tokens.completions import COLDEST
 from megatron_vlm.data.tokens.tokenizer import end_ids, read_tokenizer, stop_ids
 from megatron_vlm.distributed.dims import ParallelDims
@@ -55,7 +55,7 @@ def open_service(
         journal, reader, _stop_words(cfg), samples, base.dims.dp, limits.waiting_pixels
     )
     engine_sampling = None
-    if cfg.engine.name != OWN:  # before the HTTP server: engines load for minutes
+    if not engine_kind(cfg.engine.name).on_ranks:  # before HTTP: engines load for minutes
         settings = _engine_settings(cfg, commands, limits, samples)
         engines = EngineThread()
         opened.callback(engines.close)
@@ -91,10 +91,10 @@ def limits_of(limits: Mapping[str, Any]) -> RequestLimits:
 
 
 def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
-    if cfg.engine.name == OWN:
+    kind = engine_kind(cfg.engine.name)
+    if kind.on_ranks:
         return SampleBounds(limits.max_tokens, longest, min_temperature=COLDEST)
-    longest = min(longest, cfg.engine.max_len or ENGINE_MAX_LEN)
-    least = engine_kind(cfg.engine.name).min_temperature
+    longest, least = min(longest, cfg.engine.max_len or ENGINE_MAX_LEN), kind.min_temperature
     return SampleBounds(limits.max_tokens, longest, "the engine (engine.max_len)", least)
 
 
@@ -134,5 +134,5 @@ def facts_of(cfg: Config, source: HFCheckpoint, dims: ParallelDims) -> ServerFac
         cfg.serve.url,
         f"tp={dims.tp} pp={dims.pp} dp={dims.dp}",
         source.sizes.text.vocab,
-        cfg.engine.name != OWN and engine_kind(cfg.engine.name).has_schemas,
+        engine_kind(cfg.engine.name).has_schemas,
     )

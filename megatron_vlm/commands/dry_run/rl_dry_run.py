@@ -16,7 +16,7 @@ from megatron_vlm.commands.dry_run.command import (
     print_run,
 )
 from megatron_vlm.config.command_checks import has_rewards
-from megatron_vlm.config.schema import OWN, Config
+from megatron_vlm.config.schema import Config
 from megatron_vlm.config.teachers import (
     ALL_SOURCES,
     SELF,
@@ -27,7 +27,7 @@ from megatron_vlm.config.teachers import (
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.engines.engine_kinds import describe_engine
+from megatron_vlm.engines.engine_kinds import describe_engine, engine_kind
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.export_folder import check_push
@@ -85,7 +85,7 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
 def describe_sampler(cfg: Config) -> str:
     """Describe what draws the answers. Raise ConfigError for an engine that is missing."""
     engine = cfg.engine
-    if engine.name == OWN:
+    if engine_kind(engine.name).on_ranks:
         return f"the trainer's own decoder, {engine.rows} rows a pass in each replica"
     places = f", on GPUs {' and '.join(engine.devices)}" if engine.devices else ""
     return describe_engine(engine) + places
@@ -145,7 +145,7 @@ def describe_teachers(model: PlannedModel) -> dict[str, str]:
     lines = {"teacher": f"{', '.join(names)}; {divergence} of {targets}, times {teacher.coef:g}"}
     if SELF in names:
         lines["teacher"] = f"{teacher.weights} weights of {lines['teacher']}"
-    if teacher.engine != OWN:
+    if not engine_kind(teacher.engine).on_ranks:
         count = max(len(teacher.devices), len(set(teachers_of(cfg).values())))
         scorer = describe_engine(replace(cfg.engine, name=teacher.engine))
         return lines | {"scores": f"{scorer}, {_engines(count)}"}
