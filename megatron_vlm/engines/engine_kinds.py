@@ -14,7 +14,7 @@ from megatron_vlm.config.schema import OWN, Config, EngineConfig
 from megatron_vlm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_vlm.engines.own import Ranks
+    from megatron_vlm.engines.own import Draw
     from megatron_vlm.engines.sampler import Engine
 
 GROUP = "megatron_vlm.engines"
@@ -47,7 +47,7 @@ class EngineSettings:
     reserves_media: bool = True  # whether memory is kept for the largest pictures
     memory_share: float | None = None  # share of a GPU that the trainer uses as well; null: its own
     routing_layers: Sequence[int] = ()  # layers whose experts completions have
-    ranks: "Ranks | None" = None  # the ranks, for the engine that draws on them
+    draw: "Draw | None" = None  # how the ranks draw, for the engine that is the ranks
 
     @staticmethod
     def from_config(cfg: EngineConfig, folder: str, **more: Any) -> "EngineSettings":
@@ -76,8 +76,8 @@ class EngineKind:
 async def _start_own(settings: EngineSettings) -> "Engine":
     from megatron_vlm.engines.own import OwnEngine
 
-    assert settings.ranks is not None
-    return OwnEngine(settings.ranks)
+    assert settings.draw is not None
+    return OwnEngine(settings.draw)
 
 
 OWN_DECODER = EngineKind(_start_own, lambda python, key: "the trainer's own decoder", on_ranks=True)

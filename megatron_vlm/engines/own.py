@@ -2,10 +2,9 @@
 the weights in training, while their first rank waits for the answers."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -24,11 +23,8 @@ class AskedPrompt:
     seeds: Sequence[int]
 
 
-class Ranks(Protocol):
-    """Ranks that draw in lockstep, called from the event loop of their first rank."""
-
-    def draw_soon(self, asked: Sequence[AskedPrompt]) -> "Future[list[list[Completion]]]":
-        """Draw these prompts together, once the thread that leads the ranks waits for answers."""
+# Draws prompts together on all ranks, once the thread that leads them waits for answers.
+Draw = Callable[[Sequence[AskedPrompt]], "Future[list[list[Completion]]]"]
 
 
 class OwnEngine:
@@ -37,8 +33,8 @@ class OwnEngine:
 
     capacity = Capacity(samples=2**20, scores=0, in_rounds=True)  # a round takes all prompts
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
         self.asked: list[AskedPrompt] = []  # prompts of the next round
         self.drawing: asyncio.Task[list[list[Completion]]]  # the next round
 
@@ -59,7 +55,7 @@ class OwnEngine:
 
     async def _draw(self) -> list[list[Completion]]:
         asked, self.asked = self.asked, []
-        return await asyncio.wrap_future(self.ranks.draw_soon(asked))
+        return await asyncio.wrap_future(self.draw(asked))
 
     async def update(self, weights: Weights, version: int, interrupt: bool = False) -> None:
         """Do nothing: the ranks have the weights already."""

@@ -101,7 +101,7 @@ class RlTrainer:
         data, waiting, last = self.episode_runner.data, self.commands.wait, self.run.total_steps - 1
         self.engines = EngineThread()
         self.opened.callback(self.engines.close)
-        settings = replace(settings_of(self.run.worker, data), ranks=self.commands)
+        settings = replace(settings_of(self.run.worker, data), draw=self.commands.draw_soon)
         self.engines.start(self.cfg.engine, settings, waiting)
         self.rollouts = Rollouts(self.episode_runner, self.commands, self.engines, last)
         self.rollouts.restore(self.run.saver.newest)

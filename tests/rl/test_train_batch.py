@@ -340,7 +340,7 @@ def test_what_is_asked_together_does_not_depend_on_how_long_rewards_take():
 
     async def main():
         ranks = Here()
-        engine = OwnEngine(ranks)
+        engine = OwnEngine(ranks.draw_soon)
         queue = CompletionQueue(engine, SamplingSettings(4), engine.capacity.in_rounds)
         first, second = (Row(torch.tensor([n]), torch.tensor([IGNORE])) for n in (1, 2))
 
