@@ -16,7 +16,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from megatron_vlm import Row
 from megatron_vlm.data.batches.balance import Limits, RowSize, measure, naive_plan, plan_batch
 from megatron_vlm.data.batches.collate import collate
-from megatron_vlm.data.tokens.row import PlacedRow
 from megatron_vlm.family.qwen.images import ImageSettings
 
 SIZES = ((480, 640), (768, 1024), (333, 500), (1080, 1920), (224, 224), (600, 400))
@@ -80,7 +79,7 @@ def collation() -> dict[str, float]:
     lengths = np.clip(generator.lognormal(np.log(700), 0.8, ROWS).astype(int), 16, 6000)
     empty = torch.zeros(0, dtype=torch.long)
     rows = [
-        PlacedRow(Row(empty, empty), generator.integers(0, 1000, (length, 5)).astype(np.int32))
+        Row(empty, empty).with_table(generator.integers(0, 1000, (length, 5), np.int32), {})
         for length in np.sort(lengths)
     ]
 

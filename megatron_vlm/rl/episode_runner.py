@@ -105,7 +105,7 @@ class EpisodeRunner:
 
     def _read(self, handle: Handle) -> Row | None:
         try:
-            return self.data.row(handle).row
+            return self.data.row(handle)
         except DataError as error:
             if not self.cfg.data.max_errors:
                 raise

@@ -224,7 +224,7 @@ class PolicyUpdater:
             own = [number for number in share if number in rows]
             for numbers in within_limit(own, rows, limit) if own else ():
                 placed = [place_row(rows[n], tokens, f"row {n}", names) for n in numbers]
-                batches.append(collate(placed, numbers, names))
+                batches.append(collate(placed, numbers))
         return batches or [filler_batch()]
 
     def _local_numbers(self, update: Update) -> list[int]:

@@ -192,7 +192,7 @@ class TurnEncoder:
     ) -> Row:
         record = {**variables, "messages": list(messages)}
         sample = self.reader.encode(record, where, prompt=True)
-        return self.reader.row(record, where, sample).row
+        return self.reader.row(record, where, sample)
 
 
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:

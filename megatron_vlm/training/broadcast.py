@@ -13,17 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.data.batches.micro_batch import LOSS_FIELDS, MicroBatch
+from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tensors.tensor_bytes import DTYPES, Field, dtype_name, pack, unpack
+from megatron_vlm.data.tokens.row import GRID_OF
 from megatron_vlm.distributed.collectives import broadcast_bytes, broadcast_json
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
 
-_OF_FIRST = ("image_grid_I3", "video_grid_I3", "visual_of_O")
-_ON_HOST = ("tokens_BS5", *LOSS_FIELDS, "routing_TLK", *_OF_FIRST)
-_PATCHES = ("pixel_values_PC", "pixel_values_videos_PC")
-_FACTS = ("lengths", "rows", "value_names", "target_shapes")
+_OF_FIRST = (*GRID_OF.values(), "visual_of_O")
+_ON_HOST = ("tokens_BS5", "targets_BSJ", *_OF_FIRST)
+_TABLES = ("columns", "row_values")  # tensors by name, or None
+_FACTS = ("lengths", "rows", "target_shapes")
 
 
 def share_json(value: Any, grid: RankGroups, device: torch.device) -> Any:
@@ -56,17 +57,18 @@ def share_batch(
     for number, frame in enumerate(meta["frames"]):
         parts: dict[str, Any] = {name: tuple(frame[name]) for name in _FACTS}
         parts["rows"] = tuple(map(tuple, frame["rows"]))
-        if (names := frame["row_values"]) is not None:
-            parts["row_values"] = {name: fields[f"{number} of rows {name}"][1][0] for name in names}
+        for table in _TABLES:
+            if (names := frame[table]) is not None:
+                parts[table] = {name: fields[f"{number} {table} {name}"][1][0] for name in names}
         for name in _ON_HOST:
             _, tensors = fields.get(f"{number} {name}", (False, [None]))
             parts[name] = tensors[0]
         batch = None if local_batch is None else local_batch[0][number]
-        for name in _PATCHES if grid.first else ():
+        for name in GRID_OF if grid.first else ():
             local_patches = None if batch is None else getattr(batch, name)
             parts[name] = _share_patches(frame[name], local_patches, grid, device)
         if not grid.first:
-            parts |= dict.fromkeys((*_OF_FIRST, *_PATCHES))
+            parts |= dict.fromkeys((*_OF_FIRST, *GRID_OF))
         parts["visual"] = frame["visual"]
         received.append(MicroBatch(**parts))
     return received, meta["extra"]
@@ -80,10 +82,11 @@ def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
     for number, batch in enumerate(batches):
         frame: dict[str, Any] = {name: list(getattr(batch, name)) for name in _FACTS}
         frame["visual"] = batch.visual
-        frame["row_values"] = None if batch.row_values is None else list(batch.row_values)
-        for name, values in (batch.row_values or {}).items():
-            fields[f"{number} of rows {name}"] = (False, [values])
-        for name in _PATCHES:
+        for table in _TABLES:
+            frame[table] = None if (given := getattr(batch, table)) is None else list(given)
+            for name, tensor in (given or {}).items():
+                fields[f"{number} {table} {name}"] = (False, [tensor])
+        for name in GRID_OF:
             tensor = getattr(batch, name)
             frame[name] = None if tensor is None else (list(tensor.shape), dtype_name(tensor.dtype))
         for name in _ON_HOST:

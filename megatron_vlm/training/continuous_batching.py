@@ -7,7 +7,6 @@ tokens of a pass, L decoder layers with experts, K experts of a token, 2 an id a
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.tokens.completions import SamplingSettings
-from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
+from megatron_vlm.data.tokens.row import Row, place_row, without_targets
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.stage_model import StageModel
@@ -84,9 +83,7 @@ class Decoder:
                 found=settings.stop_strings,
                 remedy="give texts, such as those that a tokenizer decodes",
             )
-        none_S = torch.full_like(row.ids_S, IGNORE)
-        row = replace(row, labels_S=none_S, values_S={}, loss_weights_S=None, targets=None)
-        placed = place_row(row, self.stage.sizes.tokens, f"prompt {number}")
+        placed = place_row(without_targets(row), self.stage.sizes.tokens, f"prompt {number}")
         position = int(placed.tokens_S5[:, 2:].max()) + 1
         draws = [ActiveSample(number, settings, seed + k, position) for k in range(n)]
         if self.texts is not None and settings.stop_strings:

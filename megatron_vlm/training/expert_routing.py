@@ -24,8 +24,8 @@ Chosen = tuple[int, Mapping[int, Tensor]]  # number of a micro-batch, and its ex
 def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
     """Refuse a routing of micro-batches that the model cannot follow."""
     for place, batch in enumerate(batches):
-        if batch.routing_TLK is not None:
-            check_table(batch.routing_TLK, sum(batch.lengths), text, f"micro-batch {place}")
+        if (routing_TLK := batch.columns.get("routing")) is not None:
+            check_table(routing_TLK, sum(batch.lengths), text, f"micro-batch {place}")
 
 
 def check_table(routing_TLK: Tensor, tokens: int, text: TextSizes, place: str) -> None:
@@ -60,7 +60,7 @@ def given_routing(
     batch: MicroBatch, chunk: StageModel, move: Callable[[Tensor], Tensor]
 ) -> dict[int, Tensor]:
     """Return the routing that a micro-batch specifies for this chunk's layers, by layer number."""
-    routing_TLK, expert_layers = batch.routing_TLK, chunk.sizes.text.expert_layers
+    routing_TLK, expert_layers = batch.columns.get("routing"), chunk.sizes.text.expert_layers
     if routing_TLK is None:
         return {}
     place = {number: index for index, number in enumerate(expert_layers)}

@@ -26,7 +26,7 @@ from megatron_vlm.data.tokens.completions import (
     SamplingSettings,
     TextOf,
 )
-from megatron_vlm.data.tokens.row import IGNORE, PlacedRow
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.grid import GroupAxis
 from megatron_vlm.model.kv_cache import KVCache
 
@@ -173,7 +173,7 @@ class ActiveSample:
 class Prompt:
     """A prompt and its answers, at least one."""
 
-    row: PlacedRow
+    row: Row
     draws: list[ActiveSample]
 
     @property

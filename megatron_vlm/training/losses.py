@@ -249,14 +249,14 @@ def loss_of(
     the call.
     """
     values_N = {**batch.values_M(objective.value_names), SEQUENCES: batch.row_M}
-    if TEACHER_WEIGHTS in batch.host.value_names:
+    if TEACHER_WEIGHTS in batch.columns:
         values_N |= batch.values_M((TEACHER_WEIGHTS,))
     if output.events_NR is not None:
         values_N |= {"student_NR": output.events_NR, "teacher_NR": batch.teacher_NR}
     first_N = output.embeddings_NH if objective.reads_embeddings else output.log_probs_M
     assert first_N is not None
     loss_N, report_N = objective.of_tokens(first_N, output.entropy_N, values_N, batch.rows)
-    weights_M = None if objective.reads_rows else batch.weights_M
+    weights_M = None if objective.reads_rows else batch.columns.get("loss_weights")
     loss_sum = (loss_N if weights_M is None else loss_N * weights_M).sum()
     if objective.reads_rows:  # so that a batch without rows has gradients, too
         loss_sum = loss_sum.to(first_N.dtype) + 0 * first_N.sum()

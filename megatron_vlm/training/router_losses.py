@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.device import to_device
+from megatron_vlm.model.head import Targets
 from megatron_vlm.model.router import RouterLosses
 from megatron_vlm.training.expert_routing import begin_count, take_expert_load
 from megatron_vlm.training.pipeline import ForwardStep, Stage, pass_through
@@ -84,11 +85,10 @@ def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) 
     without the head, in training mode: with the same dropout and the same kernels."""
 
     def without_head(batch: StageInput) -> StageInput:
-        if batch.places_N is None or batch.targets_M is None:
+        if batch.places_N is None or batch.targets is None:
             return batch
-        none_M = batch.targets_M[:0]
-        head = {"targets_M": none_M, "of_M": None, "teacher_ids_NJ": None}
-        return replace(batch, places_N=batch.places_N[:0], **head)  # type: ignore[arg-type]
+        none = Targets(batch.targets.ids_M[:0])
+        return replace(batch, places_N=batch.places_N[:0], targets=none, columns={})
 
     def count(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
         return step(map(without_head, data), chunk)[0], pass_through

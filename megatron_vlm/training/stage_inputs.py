@@ -1,19 +1,20 @@
 """A micro-batch on its way to a stage's device, with only the parts that the stage needs.
 
 Shapes: S tokens of a row, B rows, N supervised places, M their targets, P patches, C values of a
-patch, F the values of a target that a loss reads, J a teacher's tokens of a place, R the J + 1
-log-probs of these and of all others, or the rows, 3 the axes of a position, 5 the columns of a
-token, H the width of the decoder.
+patch, R a teacher's log-probs of some tokens and of all others, or the rows, 3 the axes of a
+position, 5 the columns of a token, H the width of the decoder.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.batches.micro_batch import REJECTED, TEACHER_FIELDS, MicroBatch
+from megatron_vlm.data.batches.micro_batch import REJECTED, MicroBatch
+from megatron_vlm.data.tokens.row import COLUMNS, GRID_OF, VALUE
 from megatron_vlm.model.head import Targets
 from megatron_vlm.model.router import Routing, real_places
 from megatron_vlm.model.stage_model import StageModel
@@ -69,14 +70,9 @@ class StageInput:
     pixel_values_videos_PC: Tensor | None = None
     visuals: VisualPlan | None = None
     places_N: Tensor | None = None  # supervised places in the flattened [S * B]
-    targets_M: Tensor | None = None
-    of_M: Tensor | None = None  # place of each target, if places have several targets
-    values_MF: Tensor | None = None
-    weights_M: Tensor | None = None
+    targets: Targets | None = None  # inputs of the head, on the last stage
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # those of targets
     rows: "RowInputs | None" = None  # set if a loss reads rows
-    # A teacher's most likely tokens of each place, and the log-probs of these and of all others.
-    teacher_ids_NJ: Tensor | None = None
-    teacher_log_probs_NR: Tensor | None = None
     number: int = 0  # number of this micro-batch in the step
     routing: Routing | None = None  # set if there are experts
 
@@ -91,30 +87,21 @@ class StageInput:
     @property
     def row_M(self) -> Tensor:
         """Row of each target, on the last stage."""
-        assert self.places_N is not None
-        row_N = self.places_N % len(self.tokens_BS5)
-        return row_N if self.of_M is None else row_N[self.of_M]
-
-    @property
-    def targets(self) -> Targets | None:
-        """Inputs of the head, on the last stage."""
-        if self.targets_M is None:
-            return None
-        return Targets(self.targets_M, self.of_M, self.teacher_ids_NJ)
+        assert self.places_N is not None and self.targets is not None
+        row_N, of_M = self.places_N % len(self.tokens_BS5), self.targets.of_M
+        return row_N if of_M is None else row_N[of_M]
 
     @property
     def teacher_NR(self) -> Tensor:
         """A teacher's log-probs, of which a batch without supervised places, such as a filler, has
         none."""
-        if self.teacher_log_probs_NR is None:
-            return torch.zeros(0, 2, device=self.tokens_BS5.device)
-        return self.teacher_log_probs_NR
+        none_NR = torch.zeros(0, 2, device=self.tokens_BS5.device)
+        return self.columns.get("teacher_log_probs", none_NR)
 
     def values_M(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the values of the targets by name. A batch without targets needs no values."""
-        if self.values_MF is None:
-            return dict.fromkeys(names, torch.zeros(0, device=self.tokens_BS5.device))
-        return {name: self.values_MF[:, self.host.value_names.index(name)] for name in names}
+        none_M = torch.zeros(0, device=self.tokens_BS5.device)
+        return {name: self.columns.get(name, none_M) for name in names}
 
 
 def stage_input(
@@ -126,18 +113,23 @@ def stage_input(
     def moved(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else move(tensor)
 
-    parts: dict[str, Tensor | VisualPlan | Routing | RowInputs | None] = {}
+    parts: dict[str, Any] = {}
     if chunk.pre_process and sees:
         grids = batch.image_grid_I3, batch.video_grid_I3
         plan = chunk.plan_visuals(batch.ids_BS, *grids, batch.visual_of_O)
         parts["visuals"] = plan.moved(move)
-        for name in ("pixel_values_PC", "pixel_values_videos_PC"):
+        for name in GRID_OF:
             parts[name] = moved(getattr(batch, name))
     if chunk.post_process:
         row_N, column_N = batch.supervised
         parts["places_N"] = move(column_N * len(batch.lengths) + row_N)
-        for name in ("targets_M", "of_M", "values_MF", "weights_M", *TEACHER_FIELDS):
-            parts[name] = moved(getattr(batch, name))
+        parts["columns"] = columns = {
+            name: move(tensor)
+            for name, tensor in batch.columns.items()
+            if COLUMNS.get(name, VALUE).per != "token"
+        }
+        own = move(batch.targets_M), moved(batch.of_M)
+        parts["targets"] = Targets(*own, columns.get("teacher_ids"))
         if batch.row_values is not None:
             parts["rows"] = RowInputs.from_batch(batch, move)
     if chunk.sizes.text.experts is not None:
@@ -145,4 +137,4 @@ def stage_input(
         lengths = batch.lengths if batch.rows else (0,) * len(batch.lengths)
         places = move(real_places(lengths, batch.tokens_BS5.shape[1]))
         parts["routing"] = Routing(places, given_routing(batch, chunk, move))
-    return StageInput(batch, move(batch.tokens_BS5), number=number, **parts)  # type: ignore[arg-type]
+    return StageInput(batch, move(batch.tokens_BS5), number=number, **parts)

@@ -278,7 +278,7 @@ class MegatronWorker:
             rows: Sequence[Row] = batch  # type: ignore[assignment]
             size, tokens = self.cfg.train.micro_batch_size, self.source.sizes.tokens
             batches = cut_micro_batches(rows, size, tokens, value_names, first_row)
-        if any(each.routing_TLK is not None for each in batches):
+        if any("routing" in each.columns for each in batches):
             check_routing(batches, self.source.sizes.text)
         return batches
 

@@ -126,7 +126,7 @@ def test_scores_are_hugging_faces(name, asked, tiny, pool, record_property):
     for file, records in zip(("train", "eval"), sets, strict=True):
         data = open_set(str(asked / f"{file}.jsonl"), path, None, train=False)
         for number, record in enumerate(records):
-            row = hf_row(data.row((0, number)).row, pixels)
+            row = hf_row(data.row((0, number)), pixels)
             assert record.number == number and record.where == data.where((0, number))
             assert record.digest == data.indexes[0].digests[number]
             positions = (row.labels_S[1:] != IGNORE).nonzero()[:, 0]

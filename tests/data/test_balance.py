@@ -216,7 +216,7 @@ def test_collation_copies_rows_and_pads_them(seed):
     batch = collate(placed, range(len(chosen)))
     assert batch.tokens_BS5.shape[:2] == (len(chosen), max(batch.lengths))
     for row, tokens_S5 in zip(placed, batch.tokens_BS5.numpy(), strict=True):
-        length = len(row.row.ids_S)
+        length = len(row.ids_S)
         assert np.array_equal(tokens_S5[:length], row.tokens_S5)
         assert (tokens_S5[length:] == [0, IGNORE, 0, 0, 0]).all()
     for name in ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3"):

@@ -56,7 +56,7 @@ def test_ids_patches_and_grids_equal_hugging_face(name, reader, tiny):
     sample = record_reader.encode(CHATS[name], "x:1")
     assert sample.ids_S.tolist() == expected["input_ids"][0].tolist()
     assert sample.ids_S.tolist() == json.loads(CORPUS.read_text())[name]
-    row = record_reader.row(CHATS[name], "x:1", sample).row
+    row = record_reader.row(CHATS[name], "x:1", sample)
     assert row.ids_S.tolist() == sample.ids_S.tolist()
     if "image_grid_thw" not in expected:
         assert row.image_grid_I3 is None and row.pixel_values_PC is None
@@ -162,7 +162,7 @@ def test_weights_of_messages(train_on, expected, reader):
     for letter, weight in expected.items():
         (place,) = np.flatnonzero(sample.trained_S & (sample.ids_S == token(letter)))
         assert sample.weights_S[place] == weight
-    row = record_reader.row(WEIGHED, "x:1", sample).row
+    row = record_reader.row(WEIGHED, "x:1", sample)
     assert row.loss_weights_S.tolist() == sample.weights_S.tolist()
 
 

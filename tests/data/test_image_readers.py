@@ -35,7 +35,7 @@ def test_pictures_of_gemma_4_are_its_processors(tiny, size):
     )
     count = int(theirs["num_soft_tokens_per_image"][0])
     assert int((sample.ids_S == reader.tokens.image_id).sum()) == count > 40  # none is small
-    row = reader.row(raw, "x:1", sample).row
+    row = reader.row(raw, "x:1", sample)
     [(_, h, w)] = sample.image_grids
     places = (
         torch.arange(h * w).view(h // MERGE, MERGE, w // MERGE, MERGE).transpose(1, 2).flatten()

@@ -114,7 +114,7 @@ def test_image_safe_keeps_the_first_turn_whole(reader):  # noqa: F811
         cutting = reader(truncation="image_safe", max_tokens=limit)
         sample = cutting.encode(record(3), "x:1")
         assert (len(sample.image_grids), len(sample.ids_S)) == (num_images, length)
-        row = cutting.row(record(3), "x:1", sample).row
+        row = cutting.row(record(3), "x:1", sample)
         assert len(row.pixel_values_PC) == 16 * num_images
 
 
@@ -250,7 +250,7 @@ def test_random_records_are_cut_safely(turns, max_tokens, max_images, escaping):
     assert len(sample.ids_S) <= max_tokens and sample.num_supervised
     assert whole.ids_S[: len(sample.ids_S)].tolist() == sample.ids_S.tolist()
     assert max_images is None or len(sample.image_grids) <= max_images
-    row = cutter.row({"messages": messages}, "x:1", sample).row  # checks each image's placeholders
+    row = cutter.row({"messages": messages}, "x:1", sample)  # checks each image's placeholders
     patches = 0 if row.pixel_values_PC is None else len(row.pixel_values_PC)
     renderer = cutter.encoder.renderer
     assert patches == 4 * int((row.ids_S == renderer.image_id).sum())

@@ -120,9 +120,9 @@ def both_ways(worker: MegatronWorker, rows: list[Row]) -> tuple[Tensor, Tensor]:
     with stage.evaluating():
         log_probs_M = stage.predict(chunk, batch).log_probs_M
         logits_Nv = stage.call(chunk, batch, loss_mask=batch.places_N)
-    assert batch.of_M is None and batch.targets_M is not None
+    assert batch.targets is not None and batch.targets.of_M is None
     logits_NV = whole_logits(logits_Nv, VOCAB, worker.grid.tp)
-    return log_probs_M, logits_NV.log_softmax(-1).gather(1, batch.targets_M[:, None])[:, 0]
+    return log_probs_M, logits_NV.log_softmax(-1).gather(1, batch.targets.ids_M[:, None])[:, 0]
 
 
 @pytest.mark.full

@@ -103,9 +103,9 @@ def check_experts(batch: MicroBatch, chosen: Mapping[int, Tensor]) -> None:
             ]
             assert chosen_NK[start : start + length - 1].tolist() == expected
         start += length
-    assert batch.routing_TLK is not None and batch.routing_TLK.dtype is torch.int16
+    assert batch.columns["routing"].dtype is torch.int16
     ends_B = torch.tensor(batch.lengths).cumsum(0) - 1
-    is_open_T = (batch.routing_TLK == -1).all(-1).all(-1)
+    is_open_T = (batch.columns["routing"] == -1).all(-1).all(-1)
     assert is_open_T.nonzero()[:, 0].equal(ends_B)  # the router chooses for the last tokens alone
 
 
@@ -124,9 +124,9 @@ def test_a_pass_uses_the_table_that_the_engine_sent(name, pool, asks, tiny):
     for (status, _, err), passes in ranks:
         assert status == 0, err
         for kind, batch, chosen in passes:
-            found.append((kind, batch.routing_TLK is not None))
+            found.append((kind, "routing" in batch.columns))
             layers |= set(chosen)
-            if batch.routing_TLK is not None:
+            if "routing" in batch.columns:
                 check_experts(batch, chosen)
     assert layers == set(range(DENSE + 1, LAYERS + 1))  # numbered from 1
     replayed, own = found.count(("score", True)), found.count(("score", False))

@@ -470,7 +470,7 @@ def test_turns_share_the_pictures_that_came_before_them(looks):
     together = RowSize.of_rows(sizes)
     assert together.patches == len(found.pixel_values_PC)
     # Pixels that replace those of a row are shown, and not the parts that it had.
-    grey = replace(placed[0].row, pixel_values_PC=torch.zeros_like(placed[0].row.pixel_values_PC))
+    grey = replace(placed[0], pixel_values_PC=torch.zeros_like(placed[0].pixel_values_PC))
     assert not collate([place_row(grey, tokens, "row")], [0]).pixel_values_PC.any()
 
 

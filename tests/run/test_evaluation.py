@@ -127,7 +127,7 @@ def asked(tiny, tmp_path_factory) -> dict[str, Any]:
 
 def rows_in(file: str, path: str, pixels: PixelTables, grey: bool = False) -> list[Row]:
     data = open_set(file, path, None, train=False)
-    rows = [data.row((0, i)).row for i in range(len(data.order))]
+    rows = [data.row((0, i)) for i in range(len(data.order))]
     if grey:
         for row in (each for each in rows if each.pixel_values_PC is not None):
             row.pixel_values_PC[:] = 128
@@ -547,7 +547,7 @@ def both_sides(files: list[str], path: str, **options: Any) -> list[list[str]]:
         sizes = read_sizes(path)
         data = open_data(specs, "data.train", cfg, path, sizes, held_out=held_out)
         rows = [data.raw((s, i)) for s, index in enumerate(data.indexes) for i in range(len(index))]
-        assert [len(data.row((0, 0)).row.ids_S)] == data.indexes[0].tokens[:1].tolist()
+        assert [len(data.row((0, 0)).ids_S)] == data.indexes[0].tokens[:1].tolist()
         sides.append([row["messages"][0]["content"][-1]["text"] for row in rows])
     assert not set(sides[0]) & set(sides[1])
     return sides

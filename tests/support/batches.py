@@ -7,8 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.batches.micro_batch import VISUAL_FIELDS
-from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.row import IGNORE, VISUAL_FIELDS, Row
 from megatron_vlm.family import families
 
 PATCH_VALUES = 3 * 2 * 16 * 16

@@ -128,7 +128,7 @@ def means_of(
     records = train_records if file == "train" else eval_records
     divergences, entropies = [], []
     for number in range(len(records)) if numbers is None else numbers:
-        row = hf_row(data.row((0, number)).row, pixels)
+        row = hf_row(data.row((0, number)), pixels)
         places = (row.labels_S[1:] != IGNORE).nonzero()[:, 0]
         logits = logits_of(model, row)[places].double()
         divergence, entropy = figures_of(logits, row.ids_S[places + 1], records[number])

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_vlm.controller.torchrun import local_group
 from megatron_vlm.data.batches.collate import cut_micro_batches
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
-from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.row import COLUMNS, IGNORE, Row, RowColumn
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.qwen.model import mrope_positions
 from megatron_vlm.family.spec import Tokens
@@ -277,8 +278,60 @@ def by_other_ways(worker: MegatronWorker, rows: list[Row]) -> list[float]:
     ]
 
 
+def margin(log_probs_N: Tensor, margins_N: Tensor) -> tuple:
+    """Compute a loss that reads a column which no file of the package names."""
+    return -margins_N * log_probs_N, {}
+
+
+def train_with_margins(worker: MegatronWorker, rows: list[Row]) -> tuple[list[Tensor], list[float]]:
+    """Return the log-probs of rows, and the losses of steps with them: of the rows, of a batch that
+    went through bytes, of micro-batches that one rank has and shares, and of a group."""
+    COLUMNS["margins"] = RowColumn("target", fill=0.25)  # all that the column needs
+    try:
+        batch = TensorBatch.from_bytes(batch_of(rows).to_bytes())
+        shared = None
+        if worker.grid.leads:
+            shared = cut_micro_batches(rows, 3, worker.source.sizes.tokens, ("margins",)), None
+        micro_batches, _ = share_batch(shared, worker.grid, worker.platform.device)
+        log_probs, losses = worker.forward(rows), []
+        for way in (rows, batch, micro_batches):
+            losses.append(worker.forward_backward(way, loss=margin).loss)
+            worker.optim_step()
+        metrics = local_group(worker).forward_backward(batch, loss=margin).result()
+        return log_probs, [*losses, metrics.loss]
+    finally:
+        del COLUMNS["margins"]
+
+
 def call_with_rows(path: str, case: Case, action: Callable, rows: list[Row]) -> Any:
     return action(MegatronWorker(case.config(path)), rows)
+
+
+def test_a_column_that_is_added_in_one_line_is_trained_with(pool, tiny):
+    """Every third row lacks it, and gets what the line says."""
+    rows = [
+        replace(
+            row, values_S={"margins": torch.linspace(0.5, 2.0, len(row.ids_S))} if n % 3 else {}
+        )
+        for n, row in enumerate(make_rows(MIXED, VOCAB))
+    ]
+    alone, *ranks = (
+        found
+        for case in (layout(), layout(tp=2, pp=2))
+        for found in pool.run(
+            call_with_rows, case.world, tiny(**SMALL), case, train_with_margins, rows
+        )
+    )
+    total, count = 0.0, 0
+    for row, log_probs_S in zip(rows, alone[0], strict=True):
+        is_target_S = row.labels_S != IGNORE
+        is_target_S[0] = False
+        margins_S = row.values_S.get("margins", torch.full(row.ids_S.shape, 0.25))
+        total -= float((margins_S * log_probs_S)[is_target_S].sum())
+        count += int(is_target_S.sum())
+    assert alone[1][0] == pytest.approx(total / count, rel=1e-5)
+    assert alone[1] == sorted(alone[1], reverse=True)  # it learns
+    assert all(losses == pytest.approx(alone[1], rel=1e-4) for _, losses in ranks)
 
 
 def test_values_go_every_way_that_rows_go(pool, tiny, rl_rows):
@@ -372,10 +425,10 @@ def test_weights_stand_under_their_own_token():
     )
     plain = Row(torch.tensor([5, 6]), torch.tensor([5, 6]))
     batch = cut_micro_batches([plain, row], 2, TOKENS)[0]
-    assert batch.weights_M is not None and batch.weights_M.tolist() == [1, 0.5]
+    assert batch.columns["loss_weights"].tolist() == [1, 0.5]
     assert batch.weight == 1.5 and batch.num_supervised == 2
     unweighted = cut_micro_batches([plain, plain], 2, TOKENS)[0]
-    assert unweighted.weights_BS is None and unweighted.weight == 2
+    assert not unweighted.columns and unweighted.weight == 2
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, torch.nan, torch.inf])
@@ -400,13 +453,10 @@ def test_values_stand_under_their_own_token():
     # This row supervises nothing.
     unsupervised = Row(torch.tensor([5, 6]), torch.tensor([5, IGNORE]))
     batch = cut_micro_batches([unsupervised, row], 2, TOKENS, ("b", "a"))[0]
-    assert batch.values_BSF is not None and batch.values_BSF.dtype == torch.float32
-    # [row, position, value], for the token that the position predicts
-    assert batch.values_BSF.tolist() == [[[0, 0]] * 3, [[4, 1], [5, 2], [0, 0]]]
-    assert batch.values_MF is not None
-    values = StageInput(batch, batch.tokens_BS5, values_MF=batch.values_MF).values_M(("a", "b"))
+    assert batch.value_names == ("b", "a") and batch.columns["b"].dtype == torch.float32
+    values = StageInput(batch, batch.tokens_BS5, columns=batch.columns).values_M(("a", "b"))
     assert values["a"].tolist() == [1, 2] and values["b"].tolist() == [4, 5]
-    assert cut_micro_batches([row], 1, TOKENS)[0].values_BSF is None  # no loss reads them
+    assert not cut_micro_batches([row], 1, TOKENS)[0].columns  # no loss reads them
 
 
 def test_rows_and_batches_of_rl():
@@ -496,7 +546,7 @@ def test_rows_of_a_batch_have_teachers_of_one_width():
     # A row without supervised tokens needs no teacher.
     prompt = replace(untaught, labels_S=torch.full((3,), IGNORE))
     batch = cut_micro_batches([prompt, TAUGHT], 2, TOKENS)[0]
-    assert batch.teacher_ids_NJ is not None and batch.teacher_ids_NJ.tolist() == [[7, 9]]
+    assert batch.columns["teacher_ids"].tolist() == [[7, 9]]
     objective = Objective.create("distill", {})
     objective.check_batches([batch])
     with raises(DataError, place="micro-batch 1", key="teacher_ids"):

@@ -229,8 +229,8 @@ def rows_of(cfg: Config) -> tuple[list[Row], list[bool]]:
     for sample in range(len(data.order)):
         rejected += [row.is_rejected for row in data.example((0, sample))]
         for placed in data.rows((0, sample)):
-            patches = pixels.images(placed.row.pixel_values_PC)
-            rows.append(replace(placed.row, pixel_values_PC=patches))
+            patches = pixels.images(placed.pixel_values_PC)
+            rows.append(replace(placed, pixel_values_PC=patches))
     return rows, rejected
 
 

@@ -200,7 +200,7 @@ def test_a_nan_where_nothing_is_predicted_is_nobodys(pool):
     values = {"w": torch.tensor([1.0, float("nan"), 2.0, 3.0])}
     row = replace(ROW, targets=torch.tensor([5, IGNORE, 6, 7]), values_S=values)
     (batch,) = cut_micro_batches([row], 1, TOKENS, ("w",))
-    assert batch.values_MF is not None and batch.values_MF[:, 0].tolist() == [1, 2, 3]
+    assert batch.columns["w"].tolist() == [1, 2, 3]
 
 
 def test_an_entropy_needs_one_target_a_place(pool, tiny):

@@ -173,7 +173,7 @@ def rows_of_data(path: str, cfg: Config) -> list[tuple[list[Row], list[bool]]]:
     tables = PixelTables(path, torch.device("cpu"))
     examples = []
     for sample in range(len(data.indexes[0])):
-        rows = [placed.row for placed in data.rows((0, sample))]
+        rows = data.rows((0, sample))
         floats = [replace(row, pixel_values_PC=tables.images(row.pixel_values_PC)) for row in rows]
         examples.append((floats, [row.is_rejected for row in data.example((0, sample))]))
     return examples

@@ -170,14 +170,17 @@ def test_a_norm_that_is_not_finite_moves_nothing_on_any_rank(pool, tiny):
 
 
 def _parts(worker: MegatronWorker) -> set[str]:
-    [batch] = worker.stage.arrivals(worker.micro_batches(make_rows(MIXED[:1])), worker.chunks[0])
-    return {item.name for item in fields(batch) if getattr(batch, item.name) is not None}
+    [row] = make_rows(MIXED[:1])
+    rows = [replace(row, loss_weights_S=torch.ones(len(row.ids_S)))]
+    [batch] = worker.stage.arrivals(worker.micro_batches(rows), worker.chunks[0])
+    names = {item.name for item in fields(batch) if getattr(batch, item.name) is not None}
+    return names - {"columns"} | set(batch.columns)
 
 
 def test_each_stage_gets_its_part(pool, tiny):
     first, last = pool.run(call, 2, tiny(**SHALLOW), layout(pp=2), _parts)
     assert first == {"host", "number", "tokens_BS5", "pixel_values_PC", "visuals"}
-    assert last == {"host", "number", "tokens_BS5", "places_N", "targets_M"}
+    assert last == {"host", "number", "tokens_BS5", "places_N", "targets", "loss_weights"}
 
 
 def test_a_dense_step_of_one_model_passes_nothing_of_several_models_or_of_routers(tiny):

@@ -163,7 +163,7 @@ def try_view(cfg: Config, data: DataSet) -> str:
             if (view := pool.view(record, where).result()) is not None:
                 row = TurnEncoder(data.readers[handle[0]]).view(view, where, record)
                 text = f"{len(row.ids_S):,}"
-            found.append(f"{text} for {len(data.row(handle).row.ids_S):,}")
+            found.append(f"{text} for {len(data.row(handle).ids_S):,}")
     return f"{cfg.teacher.view}; tokens of the first prompts: {', '.join(found)}"
 
 

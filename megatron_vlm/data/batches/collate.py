@@ -8,20 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from megatron_vlm.data.batches.micro_batch import (
-    REJECTED,
-    ROW_REFERENCE,
-    TEACHER_FIELDS,
-    VISUAL_FIELDS,
-    MicroBatch,
-)
+from megatron_vlm.data.batches.micro_batch import REJECTED, ROW_REFERENCE, MicroBatch
 from megatron_vlm.data.tokens.row import (
+    COLUMNS,
     GRID_OF,
     IGNORE,
+    VALUE,
+    VISUAL_FIELDS,
     Part,
-    PlacedRow,
     Row,
     continue_row,
     cut_row,
@@ -35,12 +30,10 @@ from megatron_vlm.family.spec import Tokens
 _PADDING = np.array([0, IGNORE, 0, 0, 0], dtype=np.int32)
 
 
-def collate(
-    rows: Sequence[PlacedRow], places: Sequence[int], value_names: Sequence[str] = ()
-) -> MicroBatch:
-    """Pad rows on the right to the longest and concatenate their patches, of which a tensor that
-    several rows have is taken once. Each row is an example of its own, at a place of the batch.
-    `value_names` are the names that the rows were placed with."""
+def collate(rows: Sequence[Row], places: Sequence[int]) -> MicroBatch:
+    """Pad placed rows on the right to the longest and concatenate their columns and patches, of
+    which a tensor that several rows have is taken once. Each row is an example of its own, at a
+    place of the batch."""
     lengths = tuple(len(row.tokens_S5) for row in rows)
     longest = max(lengths)
     padding = np.broadcast_to(_PADDING, (longest, 5))
@@ -53,32 +46,20 @@ def collate(
         if len(piece)
     ]
     tokens_BS5 = torch.from_numpy(np.concatenate(pieces).reshape(len(rows), longest, 5))
-    optional: dict[str, Any] = {"value_names": tuple(value_names)}
-    optional |= _concatenate_visuals([row.row for row in rows])
+    optional: dict[str, Any] = {"columns": _concatenate_columns(rows)}
+    optional |= _concatenate_visuals(rows)
     optional["visual"] = any(optional[name] is not None for name in VISUAL_FIELDS)
-    if any(row.targets_SJ is not None for row in rows):
-        optional |= _several_targets(rows, longest, len(value_names))
-    elif value_names:
-        values = [torch.from_numpy(row.values_SF) for row in rows if row.values_SF is not None]
-        optional["values_BSF"] = pad_sequence(values, batch_first=True)
-    if any(row.row.targets is not None for row in rows):
-        row_targets = [row.row.targets for row in rows]
-        optional["target_shapes"] = tuple(
-            t if t is None else tuple(t.shape[1:]) for t in row_targets
-        )
-    if any(row.weights_S is not None for row in rows):
-        weights = [
-            torch.ones(length) if row.weights_S is None else torch.from_numpy(row.weights_S)
-            for row, length in zip(rows, lengths, strict=True)
-        ]
-        optional["weights_BS"] = pad_sequence(weights, batch_first=True)
-    optional |= _concatenate_teacher([row.row for row in rows if row.is_supervised])
-    optional["routing_TLK"] = _concatenate_routing([row.row.routing_SLK for row in rows], lengths)
+    own_targets = [row.targets for row in rows]
+    if any(targets is not None for targets in own_targets):
+        shapes = (None if targets is None else tuple(targets.shape[1:]) for targets in own_targets)
+        optional["target_shapes"] = tuple(shapes)
+        if any(targets is not None and targets.dim() > 1 for targets in own_targets):
+            optional["targets_BSJ"] = _several_targets(rows, longest)
     return MicroBatch(tokens_BS5, lengths, tuple((place, 0) for place in places), **optional)
 
 
 def collate_examples(
-    examples: Mapping[int, Sequence[PlacedRow]],
+    examples: Mapping[int, Sequence[Row]],
     rejected: Mapping[int, Sequence[bool]],
     reference: Mapping[int, Sequence[float]] | None = None,
 ) -> MicroBatch:
@@ -107,7 +88,7 @@ def cut_micro_batches(
         place_row(row, tokens, f"row {i}", value_names) for i, row in enumerate(rows, first_row)
     ]
     ends = [(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
-    return [collate(placed[start:end], range(start, end), value_names) for start, end in ends]
+    return [collate(placed[start:end], range(start, end)) for start, end in ends]
 
 
 def filler_batch() -> MicroBatch:
@@ -137,62 +118,46 @@ def _concatenate_visuals(rows: Sequence[Row]) -> dict[str, Any]:
     return visuals
 
 
-def _several_targets(rows: Sequence[PlacedRow], longest: int, values: int) -> dict[str, Any]:
-    """Return targets and values of rows of which some have several targets at each position."""
-    max_targets = max(1 if row.targets_SJ is None else row.targets_SJ.shape[1] for row in rows)
-    targets_BSJ = torch.full((len(rows), longest, max_targets), IGNORE)
-    values_BSJF = torch.zeros(len(rows), longest, max_targets, values)
-    for place, row in enumerate(rows):
-        targets_SJ, values_SJF = row.targets_SJ, row.values_SJF
-        if targets_SJ is None:
-            targets_SJ = row.tokens_S5[:, 1:2]
-            values_SJF = None if row.values_SF is None else row.values_SF[:, None]
+def _several_targets(rows: Sequence[Row], longest: int) -> Tensor:
+    """Return the targets [B, S, J] of rows of which some have several at each position."""
+    tables = [
+        row.targets
+        if row.targets is not None and row.targets.dim() > 1
+        else torch.from_numpy(row.tokens_S5[:, 1:2])
+        for row in rows
+    ]
+    targets_BSJ = torch.full((len(rows), longest, max(each.shape[1] for each in tables)), IGNORE)
+    for place, targets_SJ in enumerate(tables):
         length, count = targets_SJ.shape
-        targets_BSJ[place, :length, :count] = torch.from_numpy(targets_SJ)
-        if values_SJF is not None:
-            values_BSJF[place, :length, :count] = torch.from_numpy(values_SJF)
-    return {"targets_BSJ": targets_BSJ, "values_BSJF": values_BSJF if values else None}
+        targets_BSJ[place, :length, :count] = targets_SJ
+    return targets_BSJ
 
 
-def _concatenate_routing(
-    routing_of_rows: Sequence[Tensor | None], lengths: Sequence[int]
-) -> Tensor | None:
-    """Concatenate the experts of all tokens. Routers choose for rows without routing."""
-    shapes = {tuple(each.shape[1:]) for each in routing_of_rows if each is not None}
-    if not shapes:
-        return None
-    if len(shapes) > 1 or len(shape := shapes.pop()) != 2:
-        raise DataError(
-            "has a different shape for the tokens of some rows of one batch",
-            key="routing",
-            remedy="give [tokens, layers with experts, experts of a token] for each row",
+def _concatenate_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Concatenate each column row by row, filled where a row lacks it."""
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row.columns):
+        column, of_rows = COLUMNS.get(name, VALUE), [row.columns.get(name) for row in rows]
+        counts = [len(r.tokens_S5) if column.per == "token" else r.num_targets for r in rows]
+        pairs = [pair for pair in zip(of_rows, counts, strict=True) if pair[1]]
+        shapes = {tuple(each.shape[1:]) for each, _ in pairs if each is not None}
+        if not shapes:
+            continue
+        shape, is_missing = shapes.pop(), any(each is None for each, _ in pairs)
+        if shapes or len(shape) != column.rank or (is_missing and column.fill is None):
+            problem, remedy = column.uneven
+            raise DataError(problem, key=name, remedy=remedy)
+        table = torch.cat(
+            [
+                torch.full((count, *shape), column.fill or 0, dtype=column.dtypes[0])
+                if each is None
+                else each
+                for each, count in pairs
+            ]
         )
-    table_TLK = torch.cat(
-        [
-            torch.full((length, *shape), -1, dtype=torch.int16) if each is None else each
-            for each, length in zip(routing_of_rows, lengths, strict=True)
-        ]
-    )
-    return table_TLK if table_TLK.dtype is torch.int16 else table_TLK.to(torch.int32)
-
-
-def _concatenate_teacher(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Concatenate what a teacher has for the supervised tokens of these rows, row by row."""
-    pairs = [(row.teacher_ids_NJ, row.teacher_log_probs_NR) for row in rows]
-    present = [(ids, log_probs) for ids, log_probs in pairs if ids is not None]
-    if not present:
-        return {}
-    if len(present) < len(rows) or len({ids.shape[1] for ids, _ in present}) > 1:
-        raise DataError(
-            "has several widths, or is missing, in rows of one micro-batch",
-            key="teacher_ids",
-            remedy="give the same number of tokens for each supervised token of all rows",
-        )
-    columns = zip(*present, strict=True)
-    return {
-        name: torch.cat([tensor for tensor in column if tensor is not None])
-        for name, column in zip(TEACHER_FIELDS, columns, strict=True)
-    }
+        kept = column.dtypes or (table.dtype,)
+        columns[name] = table if table.dtype in kept else table.to(kept[-1])
+    return columns
 
 
 def _cat(tensors: Sequence[Tensor | None], name: str) -> Tensor | None:
@@ -207,16 +172,15 @@ def _cat(tensors: Sequence[Tensor | None], name: str) -> Tensor | None:
     return torch.cat(present) if present else None
 
 
-def mismatched_rows(rows: Sequence[PlacedRow], partner: Example, tokens: Tokens) -> list[PlacedRow]:
+def mismatched_rows(rows: Sequence[Row], partner: Example, tokens: Tokens) -> list[Row]:
     """Return the prompt of each row, with its pictures, followed by an answer of the partner."""
     return [
-        _with_answer(placed, partner[min(number, len(partner) - 1)], tokens)
-        for number, placed in enumerate(rows)
+        _with_answer(row, partner[min(number, len(partner) - 1)], tokens)
+        for number, row in enumerate(rows)
     ]
 
 
-def _with_answer(placed: PlacedRow, other: Sample, tokens: Tokens) -> PlacedRow:
-    row = placed.row
+def _with_answer(row: Row, other: Sample, tokens: Tokens) -> Row:
     start = int((row.labels_S != IGNORE).nonzero()[0])
     first = int(other.trained_S.nonzero()[0][0])
     ids, trained = other.ids_S[first:], other.trained_S[first:]

@@ -25,7 +25,7 @@ from megatron_vlm.data.sources.source import Source, open_source
 from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.tokens.index import Index, build_index, check_errors
 from megatron_vlm.data.tokens.reader import Reader, make_encoder, make_reader
-from megatron_vlm.data.tokens.row import PlacedRow
+from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample import Example, rules_and_remedy
 from megatron_vlm.data.tokens.sample_views import ShownSample, show_example
 from megatron_vlm.errors import DataError
@@ -86,7 +86,7 @@ class DataSet:
         source, sample = handle
         return self.sources[source][int(self.indexes[source].records[sample])]
 
-    def rows(self, handle: Handle) -> list[PlacedRow]:
+    def rows(self, handle: Handle) -> list[Row]:
         """Return the rows of the sample with their pixels."""
         source, sample = handle
         reader, index = self.readers[source], self.indexes[source]
@@ -95,7 +95,7 @@ class DataSet:
             teach = partial(self.teacher.taught, digest=int(index.digests[sample]))
         return reader.rows(self.raw(handle), self.where(handle), index.example(sample), teach)
 
-    def row(self, handle: Handle) -> PlacedRow:
+    def row(self, handle: Handle) -> Row:
         """Return the sample's first row with its pixels, such as the chosen answer of a pair."""
         source, sample = handle
         reader, index = self.readers[source], self.indexes[source]

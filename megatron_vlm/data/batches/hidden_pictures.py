@@ -6,13 +6,13 @@ Shapes: P patches, C values of a patch, 3 its channels.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.data.tokens.row import GRID_OF, Row
 
 BLACK_SHARE = 0.5  # probability of a black patch, as in VPPO (arXiv 2510.09285)
 
@@ -21,12 +21,9 @@ Pictured = TypeVar("Pictured", Row, MicroBatch)
 
 def hide_pictures(pictured: Pictured, hide: Callable[[Tensor], Tensor]) -> Pictured:
     """Return a row or a micro-batch whose patches are replaced by those that `hide` returns."""
-    images, videos = pictured.pixel_values_PC, pictured.pixel_values_videos_PC
-    return replace(
-        pictured,
-        pixel_values_PC=None if images is None else hide(images),
-        pixel_values_videos_PC=None if videos is None else hide(videos),
-    )
+    shown = {name: getattr(pictured, name) for name in GRID_OF}
+    hidden: dict[str, Any] = {name: hide(each) for name, each in shown.items() if each is not None}
+    return replace(pictured, **hidden)
 
 
 def grey(pixels_PC: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from megatron_vlm.data.batches.collate import (
 from megatron_vlm.data.batches.data_position import Position, SampleSource
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.index import check_errors
-from megatron_vlm.data.tokens.row import PlacedRow
+from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import escape_controls
@@ -113,7 +113,7 @@ class _Decoded:
     cfg: DataConfig
 
     def __getitem__(self, task: _Task) -> tuple[_Task, _Outcome | DataError, tuple[str, ...]]:
-        examples, errors = dict[int, list[PlacedRow]](), list[str]()
+        examples, errors = dict[int, list[Row]](), list[str]()
         for handle, place in zip(task.handles, task.places, strict=True):
             try:
                 examples[place] = self.data.rows(handle)
@@ -128,7 +128,7 @@ class _Decoded:
             return task, (collate(rows, list(examples)), None), tuple(errors)
         return task, self._rated(task, examples), tuple(errors)
 
-    def _rated(self, task: _Task, examples: Mapping[int, list[PlacedRow]]) -> _Outcome:
+    def _rated(self, task: _Task, examples: Mapping[int, list[Row]]) -> _Outcome:
         """Return the micro-batches of rated answers."""
         handles = dict(zip(task.places, task.handles, strict=True))
         rejected = {

@@ -3,20 +3,18 @@
 Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), I images, each once,
 P their patches, C values of a patch, O the images and videos of all rows, of which several rows may
 have the same one, 3 the axes time, height, width, 5 the columns of a token: its id, its target (the
-token that it predicts) and its position on three axes, F the values of a token that a loss reads, J
-targets of a position, N supervised positions, M their targets (N of them, unless positions have
-several), R a teacher's log-probs of J tokens and of all others, T the tokens of all rows, L decoder
-layers with experts, K experts of a token.
+token that it predicts) and its position on three axes, J targets of a position, N supervised
+positions, M their targets (N of them, unless positions have several), R the rows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.data.tokens.row import COLUMNS, IGNORE
 from megatron_vlm.errors import DataError
 
 RowPlace = tuple[int, int]  # a row's example in the batch, and its number in that example
@@ -41,20 +39,13 @@ class MicroBatch:
     video_grid_I3: Tensor | None = None
     # int32, the number of each among the images, then the videos, above. None: all are different.
     visual_of_O: Tensor | None = None
-    values_BSF: Tensor | None = None  # float32; values[b, s] belong to targets[b, s]
-    value_names: tuple[str, ...] = ()
-    weights_BS: Tensor | None = None  # float32, weights of the targets' losses; None: each is 1
-    routing_TLK: Tensor | None = None  # int16 or int32, row by row; -1: the routers choose
+    # COLUMNS and values that a loss reads, by name: of all tokens, or of all targets, row by row.
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
     visual: bool = False  # has images or videos; set on stages without them, too
     # What losses over rows read of each row, by name [R, ...]. None if no loss does.
     row_values: Mapping[str, Tensor] | None = None
-    # A teacher's most likely tokens at each of the N positions (int32), and its log-probs of these
-    # and of all others together.
-    teacher_ids_NJ: Tensor | None = None
-    teacher_log_probs_NR: Tensor | None = None
     # Targets of all rows, if a row has several at a position. IGNORE fills shorter lists.
     targets_BSJ: Tensor | None = None
-    values_BSJF: Tensor | None = None  # values of these targets, which replace values_BSF
     # The shape past S of each row's own targets. None: the row has labels. (): all rows have
     # labels.
     target_shapes: tuple[tuple[int, ...] | None, ...] = ()
@@ -104,19 +95,9 @@ class MicroBatch:
         return self.targets_BSJ[self.supervised][self.target_positions]
 
     @property
-    def weights_M(self) -> Tensor | None:
-        """Weights of the targets' losses."""
-        if self.weights_BS is None:
-            return None
-        weights_N = self.weights_BS[self.supervised]
-        return weights_N if self.of_M is None else weights_N[self.of_M]
-
-    @property
-    def values_MF(self) -> Tensor | None:
-        """Values of the targets that a loss reads."""
-        if self.values_BSJF is not None and self.target_positions is not None:
-            return self.values_BSJF[self.supervised][self.target_positions]
-        return None if self.values_BSF is None else self.values_BSF[self.supervised]
+    def value_names(self) -> tuple[str, ...]:
+        """Names of the values that a loss reads."""
+        return tuple(name for name in self.columns if name not in COLUMNS)
 
     @property
     def num_examples(self) -> int:
@@ -144,12 +125,12 @@ class MicroBatch:
     @cached_property
     def weight(self) -> float:
         """Sum of the weights: the number of supervised tokens if each has the weight 1."""
-        weights_M = self.weights_M
+        weights_M = self.columns.get("loss_weights")
         return float(self.num_supervised if weights_M is None else weights_M.double().sum())
 
     def check_values(self, names: Sequence[str], where: str) -> None:
         """Raise a DataError if the batch has supervised tokens but not these values."""
-        missing = [name for name in names if name not in self.value_names]
+        missing = [name for name in names if name not in self.columns]
         if missing and self.num_supervised:
             raise DataError(
                 "is missing: the loss reads it for each token, and there "
@@ -161,7 +142,7 @@ class MicroBatch:
 
     def check_teacher(self, where: str) -> None:
         """Raise a DataError if the batch has supervised tokens but not a teacher's."""
-        if self.num_supervised and self.teacher_ids_NJ is None:
+        if self.num_supervised and "teacher_ids" not in self.columns:
             raise DataError(
                 "is missing: the loss compares the model with a teacher at each supervised token",
                 place=where,
@@ -187,11 +168,6 @@ class MicroBatch:
             _as_given(spread_SJ[:length], shape)
             for spread_SJ, length, shape in zip(spread_BSJ, self.lengths, shapes, strict=True)
         ]
-
-
-TEACHER_FIELDS = ("teacher_ids_NJ", "teacher_log_probs_NR")
-VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
-LOSS_FIELDS = ("values_BSF", "weights_BS", "values_BSJF", "targets_BSJ", *TEACHER_FIELDS)
 
 
 def _as_given(spread_SJ: Tensor, shape: tuple[int, ...] | None) -> Tensor:

@@ -15,7 +15,7 @@ from megatron_vlm.data.sources.stream import Stream, StreamRecord
 from megatron_vlm.data.sources.tables import root_cause
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.reader import Reader
-from megatron_vlm.data.tokens.row import PlacedRow
+from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample import Example, RecordDropped, rules_and_remedy
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
@@ -106,7 +106,7 @@ class StreamSet:
             )
         self.passed.update(new_keys)
 
-    def rows(self, handle: Item) -> list[PlacedRow]:
+    def rows(self, handle: Item) -> list[Row]:
         """Return the rows of the sample with their pixels."""
         return self.reader.rows(handle.raw, handle.where, handle.example)
 

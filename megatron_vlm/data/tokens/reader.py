@@ -22,7 +22,7 @@ from megatron_vlm.data.records.record import ChatMessage, Conversation, Image, R
 from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.tokens.chat_renderer import ChatRenderer
 from megatron_vlm.data.tokens.encoder import Encoder
-from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, check_ids, place_row
+from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, place_row
 from megatron_vlm.data.tokens.sample import Example, Sample
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError, within
@@ -132,13 +132,13 @@ class Reader:
             return False
         return self.encoder.renderer.is_contrary(sample.ids_S, sample.trained_S)
 
-    def row(self, raw: object, where: str, sample: Sample) -> PlacedRow:
+    def row(self, raw: object, where: str, sample: Sample) -> Row:
         """Return the sample of a record of one chat with its pixels."""
         return self.row_of_chat(self.parse(raw, where), sample)
 
     def rows(
         self, raw: object, where: str, example: Example, teach: Teach | None = None
-    ) -> list[PlacedRow]:
+    ) -> list[Row]:
         """Return the rows of a record with their pixels. `teach` adds the targets of a teacher."""
         chats = self.chats(raw, where)
         return [
@@ -146,7 +146,7 @@ class Reader:
             for (chat, _), sample in zip(chats, example, strict=True)
         ]
 
-    def row_of_chat(self, record: Record, sample: Sample, teach: Teach | None = None) -> PlacedRow:
+    def row_of_chat(self, record: Record, sample: Sample, teach: Teach | None = None) -> Row:
         """Return the sample of a parsed chat with its pixels."""
         where = record.where
         images = _read(record.media(Image), sample.image_grids, self.picture, f"{where}: image")

@@ -3,13 +3,12 @@ of pictures and videos that several turns of a conversation show.
 
 Shapes: S tokens of a row, I images, P patches of all images, C values of a patch, 3 the axes time,
 height, width, 5 the columns of a token: its id, its target (the token that it predicts) and its
-position on three axes, F the values of a token that a loss reads, J targets of a position, L
-decoder layers with experts, K experts of a token, N supervised tokens, R a teacher's log-probs of
-J tokens and of all others."""
+position on three axes, J targets of a position, L decoder layers with experts, K experts of a
+token, N supervised tokens, R a teacher's log-probs of J tokens and of all others."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +21,62 @@ from megatron_vlm.family.spec import Tokens
 
 PROBABILITY_TOLERANCE = 1e-3  # by which a teacher's probabilities may miss 1: those of bf16 do
 IGNORE = -100  # a label that carries no loss, as in Hugging Face
+
+
+@dataclass(frozen=True)
+class RowColumn:
+    """Values of a row next to its ids and labels, concatenated in a micro-batch.
+
+    There is one for each `token`, in its place; or for each `target`, in the place of its label or
+    in the shape of `targets`; or for each `supervised` token, in order and without gaps."""
+
+    per: Literal["token", "target", "supervised"]
+    field: str = ""  # field of a Row; empty: `values_S` has it under the column's name
+    fill: float | None = None  # in rows without it; None: every row with targets has it
+    above: float = -np.inf  # the values of targets are finite, and larger
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # others become the last; (): all stay
+    rank: int = 0  # dimensions of a value
+    remedy: str = ""  # for another shape
+    uneven: tuple[str, str] = ("is missing in rows of one micro-batch", "give it for all rows")
+
+
+_TEACHER = RowColumn(
+    "supervised",
+    dtypes=(),
+    rank=1,
+    uneven=(
+        "has several widths, or is missing, in rows of one micro-batch",
+        "give the same number of tokens for each supervised token of all rows",
+    ),
+)
+# A new value of a token is a line here, and a loss reads it as the parameter of its name. Any other
+# name that a loss reads is a VALUE.
+COLUMNS = {
+    "loss_weights": RowColumn(
+        "target",
+        "loss_weights_S",
+        fill=1,
+        above=0,
+        remedy="give a weight for each token, in its own place",
+    ),
+    "routing": RowColumn(
+        "token",
+        "routing_SLK",
+        fill=-1,
+        dtypes=(torch.int16, torch.int32),
+        rank=2,
+        remedy="give the experts of each token, -1 where the routers are to choose",
+        uneven=(
+            "has a different shape for the tokens of some rows of one batch",
+            "give [tokens, layers with experts, experts of a token] for each row",
+        ),
+    ),
+    "teacher_ids": replace(_TEACHER, field="teacher_ids_NJ"),
+    "teacher_log_probs": replace(_TEACHER, field="teacher_log_probs_NR"),
+}
+VALUE = RowColumn("target")
+GRID_OF = {"pixel_values_PC": "image_grid_I3", "pixel_values_videos_PC": "video_grid_I3"}
+VISUAL_FIELDS = tuple(name for pair in GRID_OF.items() for name in pair)
 
 
 @dataclass(frozen=True)
@@ -58,6 +113,29 @@ class Row:
     teacher_log_probs_NR: Tensor | None = None
     targets: Tensor | None = None
     joined: tuple[JoinedPixels, ...] = ()  # see joined_pictures.py
+    # place_row adds them, and a copy with other fields lacks them: tokens, targets and positions as
+    # int32 in one table to be copied at once, and COLUMNS and values that a loss reads by name.
+    tokens_S5: np.ndarray = field(init=False, repr=False, compare=False)
+    columns: Mapping[str, Tensor] = field(init=False, repr=False, compare=False)
+
+    def given(self, name: str) -> Tensor | None:
+        """Return what the row was given for a column."""
+        own = COLUMNS.get(name, VALUE).field
+        return getattr(self, own) if own else self.values_S.get(name)
+
+    def with_table(self, tokens_S5: np.ndarray, columns: Mapping[str, Tensor]) -> "Row":
+        """Return the row with its table and columns."""
+        row = replace(self)
+        object.__setattr__(row, "tokens_S5", tokens_S5)
+        object.__setattr__(row, "columns", columns)
+        return row
+
+    @property
+    def num_targets(self) -> int:
+        """Number of targets of a placed row."""
+        first_S = self.tokens_S5[:, 1]
+        targets = first_S if self.targets is None else self.targets.numpy()
+        return int((targets != IGNORE).sum())
 
     @property
     def has_media(self) -> bool:
@@ -66,35 +144,16 @@ class Row:
 
     def check_pixels(self, where: str, tokens: Tokens) -> None:
         """Raise a DataError if patches and grids do not come together, or cannot be right."""
-        for pixels, grid, name in (
-            (self.pixel_values_PC, self.image_grid_I3, "pixel_values"),
-            (self.pixel_values_videos_PC, self.video_grid_I3, "pixel_values_videos"),
-        ):
-            if fault := pixel_fault(pixels, grid, tokens):
+        for field_name, grid_name in GRID_OF.items():
+            pixels, name = getattr(self, field_name), field_name.removesuffix("_PC")
+            if fault := pixel_fault(pixels, getattr(self, grid_name), tokens):
                 remedy = "take both from make_visuals, or from one call of the image processor"
                 raise DataError(fault, place=where, key=name, remedy=remedy)
 
 
-@dataclass(frozen=True)
-class PlacedRow:
-    """A checked row, with tokens, targets and positions in one table to be copied at once."""
-
-    row: Row
-    tokens_S5: np.ndarray  # int32
-    values_SF: np.ndarray | None = None  # float32, shifted like the targets
-    weights_S: np.ndarray | None = None  # float32, weights of the loss, shifted like the targets
-    # Set if positions have several targets. The table then has the first target of each position.
-    targets_SJ: np.ndarray | None = None
-    values_SJF: np.ndarray | None = None
-
-    @property
-    def is_supervised(self) -> bool:
-        """True if any position has a target."""
-        return bool((self.tokens_S5[:, 1] != IGNORE).any())
-
-
-def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -> PlacedRow:
-    """Check images against placeholders, shift labels and these values, compute positions."""
+def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -> Row:
+    """Check images against placeholders and compute positions. Return the row with its table and
+    its columns, those of COLUMNS and the values of these names."""
     if row.ids_S.shape != row.labels_S.shape or row.ids_S.dim() != 1 or not len(row.ids_S):
         raise DataError(
             f"has shape {tuple(row.labels_S.shape)}, and ids has {tuple(row.ids_S.shape)}",
@@ -106,26 +165,24 @@ def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -
     targets = _targets(row, tokens, where)
     row.check_pixels(where, tokens)
     _check_teacher(row, targets, tokens, where)
-    if row.routing_SLK is not None and len(row.routing_SLK) != len(row.ids_S):
-        raise DataError(
-            f"has shape {tuple(row.routing_SLK.shape)}, and ids has {tuple(row.ids_S.shape)}",
-            place=where,
-            key="routing",
-            remedy="give the experts of each token, -1 where the routers are to choose",
-        )
     queue = GridQueue(row.image_grid_I3, row.video_grid_I3, tokens)
     runs = queue.runs_of(row.ids_S, where)
     queue.check_used_up(where)
     tokens_S5 = np.empty((len(row.ids_S), 5), dtype=np.int32)
     tokens_S5[:, 0] = row.ids_S.numpy()
     tokens_S5[:, 2:] = tokens.positions(len(row.ids_S), runs).T
-    values = _values(row, targets, names, where) if names else None
-    if targets.ndim == 1:
-        tokens_S5[:, 1] = targets
-        return PlacedRow(row, tokens_S5, values, _shifted_weights(row, where))
-    first_S1 = (targets != IGNORE).argmax(axis=1)[:, None]
-    tokens_S5[:, 1] = np.take_along_axis(targets, first_S1, axis=1)[:, 0]
-    return PlacedRow(row, tokens_S5, targets_SJ=targets, values_SJF=values)
+    tokens_S5[:, 1] = targets if targets.ndim == 1 else _first_targets(targets)
+    columns = {
+        name: _column(row, name, targets, names, where)
+        for name in dict.fromkeys((*COLUMNS, *names))
+        if name in names or row.given(name) is not None
+    }
+    return row.with_table(tokens_S5, columns)
+
+
+def _first_targets(targets_SJ: np.ndarray) -> np.ndarray:
+    first_S1 = (targets_SJ != IGNORE).argmax(axis=1)[:, None]
+    return np.take_along_axis(targets_SJ, first_S1, axis=1)[:, 0]
 
 
 def _targets(row: Row, tokens: Tokens, where: str) -> np.ndarray:
@@ -203,60 +260,41 @@ def check_ids(ids: np.ndarray, tokens: Tokens, where: str, name: str = "tokens")
         )
 
 
-def _shifted_weights(row: Row, where: str) -> np.ndarray | None:
-    loss_weights_S = row.loss_weights_S
-    if loss_weights_S is None:
-        return None
-    if loss_weights_S.shape != row.ids_S.shape:
+def _column(row: Row, name: str, targets: np.ndarray, names: Sequence[str], where: str) -> Tensor:
+    """Return the checked values of a column, without those of tokens that are not supervised."""
+    column, given = COLUMNS.get(name, VALUE), row.given(name)
+    has_labels, at = row.targets is None, (targets != IGNORE).nonzero()
+    count, shape = len(at[0]), () if given is None else tuple(given.shape)
+    if given is None and (column.fill is not None or not count):
+        return torch.full((count,), column.fill or 0, dtype=column.dtypes[-1])
+    lengths = {"token": row.ids_S.shape, "supervised": (count,), "target": targets.shape}
+    length = tuple(lengths[column.per])
+    if given is None or (shape[: len(length)] if column.rank else shape) != length:
+        own = "give one number per token, in the place of that token"
+        expected = f"{len(row.ids_S)} tokens" if has_labels else f"targets {targets.shape}"
+        wanted = f"the loss reads it for each of the row's {expected}"
+        if name not in names:
+            wanted = f"ids has {tuple(row.ids_S.shape)}"
         raise DataError(
-            f"has shape {tuple(loss_weights_S.shape)}, and ids has {tuple(row.ids_S.shape)}",
+            f"{'is missing' if given is None else f'has shape {shape}'}, and {wanted}",
             place=where,
-            key="loss_weights",
-            remedy="give a weight for each token, in its own place",
+            key=name,
+            remedy=column.remedy or (own if has_labels else "give one number for each target"),
         )
-    weights_S = np.zeros(len(row.ids_S), dtype=np.float32)
-    weights_S[:-1] = loss_weights_S[1:].detach().float().numpy()
-    supervised_S = row.labels_S[1:].numpy() != IGNORE
-    is_valid_S = np.isfinite(weights_S[:-1]) & (weights_S[:-1] > 0)
-    if (wrong := (supervised_S & ~is_valid_S).nonzero()[0]).size:
+    if column.per != "target":
+        return given
+    at = (at[0] + 1,) if has_labels else at  # the labels are not shifted
+    values = given.detach().to(column.dtypes[-1]).numpy()[at]
+    if len(wrong := (~np.isfinite(values) | (values <= column.above)).nonzero()[0]):
+        bound = "" if column.above == -np.inf else f" above {column.above:g}"
         raise DataError(
             ": the token is supervised",
             place=where,
-            key=f"loss_weights[{wrong[0] + 1}]",
-            found=float(loss_weights_S[wrong[0] + 1]),
-            remedy="give a finite number above 0, or the label -100",
+            key=f"{name}[{','.join(str(axis[wrong[0]]) for axis in at)}]",
+            found=float(given[tuple(int(axis[wrong[0]]) for axis in at)]),
+            remedy=f"give a finite number{bound}, or the label -100",
         )
-    return weights_S
-
-
-def _values(row: Row, targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
-    """Return the values [..., F] with these names, each at the position of its target."""
-    shape, is_target = targets.shape, targets != IGNORE  # Labels have this shape, too.
-    values = np.zeros((*shape, len(names)), dtype=np.float32)
-    expected, remedy, shift = f"targets {shape}", "give one number for each target", 0
-    if row.targets is None:
-        expected, shift = f"{len(row.ids_S)} tokens", 1
-        remedy = "give one number per token, in the place of that token"
-    for place, name in enumerate(names):
-        tensor = row.values_S.get(name)
-        if tensor is None and not is_target.any():
-            continue
-        if tensor is None or tuple(tensor.shape) != shape:
-            problem = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
-            problem += f", and the loss reads it for each of the row's {expected}"
-            raise DataError(problem, place=where, key=name, remedy=remedy)
-        numbers = tensor.detach().float().numpy()
-        values[: len(values) - shift, ..., place] = numbers[shift:]
-        if len(wrong := np.argwhere(is_target & ~np.isfinite(values[..., place]))):
-            first = wrong[0] + shift
-            raise DataError(
-                ": the token is supervised",
-                place=where,
-                key=f"{name}[{','.join(map(str, first))}]",
-                found=float(numbers[tuple(first)]),
-                remedy="give a finite number, or the label -100",
-            )
-    return values
+    return torch.from_numpy(values)
 
 
 def continue_row(prompt: Row, ids: Sequence[int], **values: float) -> Row:
@@ -265,30 +303,32 @@ def continue_row(prompt: Row, ids: Sequence[int], **values: float) -> Row:
     ids_S = torch.cat([prompt.ids_S, answer_S])
     labels_S = torch.cat([torch.full_like(prompt.ids_S, IGNORE), answer_S])
     values_S = {name: torch.full(ids_S.shape, value) for name, value in values.items()}
-    new = {"ids_S": ids_S, "labels_S": labels_S, "values_S": values_S}
-    others = ("loss_weights_S", "routing_SLK", "teacher_ids_NJ", "teacher_log_probs_NR", "targets")
-    return replace(prompt, **new, **dict.fromkeys(others))  # type: ignore[arg-type]
+    visuals = {name: getattr(prompt, name) for name in (*VISUAL_FIELDS, "joined")}
+    return Row(ids_S, labels_S, **visuals, values_S=values_S)
+
+
+def without_targets(row: Row) -> Row:
+    """Return the row as a prompt: without labels and what belongs to them."""
+    of_tokens = [name for name, column in COLUMNS.items() if column.per == "token"]
+    gone = (COLUMNS[name].field for name in COLUMNS if name not in of_tokens)
+    changes: dict[str, Any] = dict.fromkeys(filter(None, gone))
+    changes["values_S"] = {name: row.values_S[name] for name in of_tokens if name in row.values_S}
+    return replace(row, labels_S=torch.full_like(row.ids_S, IGNORE), targets=None, **changes)
 
 
 def cut_row(row: Row, end: int, tokens: Tokens) -> Row:
     """Return the row's first tokens, with the images and videos among them."""
-    ids_S = row.ids_S[:end]
-
-    def visible(
-        token: int, pixels: Tensor | None, grid: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if pixels is None or grid is None:
-            return None, None
-        patches = grid.prod(1).cumsum(0)
-        count = int((patches <= int((ids_S == token).sum()) * tokens.merge**2).sum())
-        return (pixels[: patches[count - 1]], grid[:count]) if count else (None, None)
-
-    images = visible(tokens.image_id, row.pixel_values_PC, row.image_grid_I3)
-    videos = visible(tokens.video_id, row.pixel_values_videos_PC, row.video_grid_I3)
-    return Row(ids_S, row.labels_S[:end], *images, *videos)
+    ids_S, visuals = row.ids_S[:end], dict[str, Any]()
+    for token, names in zip((tokens.image_id, tokens.video_id), GRID_OF.items(), strict=True):
+        pixels, grid = (getattr(row, name) for name in names)
+        if pixels is not None and grid is not None:
+            patches = grid.prod(1).cumsum(0)
+            count = int((patches <= int((ids_S == token).sum()) * tokens.merge**2).sum())
+            if count:
+                visuals |= zip(names, (pixels[: patches[count - 1]], grid[:count]), strict=True)
+    return Row(ids_S, row.labels_S[:end], **visuals)
 
 
-GRID_OF = {"pixel_values_PC": "image_grid_I3", "pixel_values_videos_PC": "video_grid_I3"}
 Part = tuple[Tensor, Tensor]  # pixels [P, C] and grids [I, 3]
 
 

@@ -40,4 +40,4 @@ class RowMaker:
             more = "" if prompt else ", or pass prompt=True for a row without labels"
             remedy = f"change the record or the limits{more}"
             raise DataError(f": {rule}", place=where, remedy=remedy) from None
-        return self.reader.row(record, where, sample).row
+        return self.reader.row(record, where, sample)

@@ -128,7 +128,7 @@ def _show_row(
     views, problem = _with_outlines(_views(sample, record, reader), sample, record, reader)
     if pictures and views:
         try:
-            row = reader.row_of_chat(record, sample).row
+            row = reader.row_of_chat(record, sample)
             views = _with_pictures(views, row, sample, reader.encoder)
         except DataError as error:
             problem = str(error)

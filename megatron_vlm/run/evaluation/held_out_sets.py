@@ -198,7 +198,7 @@ def question_of(data: DataSet, handle: Handle) -> Question:
     ids = sample.ids_S[start:end].tolist()
     if ids and ids[-1] in reader.encoder.renderer.end_ids:
         ids.pop()
-    prompt = cut_row(data.row(handle).row, start, reader.tokens)
+    prompt = cut_row(data.row(handle), start, reader.tokens)
     return Question(handle, prompt, tuple(ids), references_of(data.raw(handle)))
 
 

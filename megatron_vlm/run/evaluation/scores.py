@@ -189,7 +189,7 @@ def _score(batch: MicroBatch, output: HeadOutput) -> Tensor:
     log_probs_N, hits_N = output.log_probs_M.double(), output.hits_N.double()
     count = torch.full_like(log_probs_N.sum(), log_probs_N.numel())
     weight = count
-    if batch.weights_M is not None:
-        weights_N = to_device(batch.weights_M, log_probs_N.device)
+    if (weights_M := batch.columns.get("loss_weights")) is not None:
+        weights_N = to_device(weights_M, log_probs_N.device)
         log_probs_N, weight = log_probs_N * weights_N, weights_N.double().sum()
     return torch.stack([log_probs_N.sum(), hits_N.sum(), count, weight])

@@ -59,7 +59,7 @@ class _Rows:
 
     def __getitem__(self, number: int) -> list[Row] | DataError:
         try:
-            return [placed.row for placed in self.data.rows(self.data.handle(number))]
+            return self.data.rows(self.data.handle(number))
         except DataError as error:
             return error
 
