@@ -7,7 +7,13 @@ from typing import Any
 
 from megatron_vlm.controller.rank_worker import with_rank
 from megatron_vlm.controller.torchrun import local_transport
-from megatron_vlm.controller.worker_group import BatchLike, ReplicaBatch, WorkerGroup, dealt_parts
+from megatron_vlm.controller.worker_group import (
+    BatchLike,
+    ReplicaBatch,
+    WorkerGroup,
+    cut,
+    without_labels,
+)
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tokens.completions import Completion, Pieces, SamplingSettings
 from megatron_vlm.errors import MegatronVLMError
@@ -90,8 +96,10 @@ class ResumableDecoder:
         dims = self.ranks.dims
         part = None
         if prompts is not None:
-            replicas = [request.replica for request in requests]
-            part = self.ranks.local_part(dealt_parts(prompts, replicas, dims.dp))
+            places: list[list[int]] = [[] for _ in range(dims.dp)]
+            for place, request in enumerate(requests):
+                places[request.replica].append(place)
+            part = self.ranks.local_part(cut(without_labels(prompts), places))
         grid = self.ranks.grid
         own = [request for request in requests if request.replica == grid.dp.rank]
 

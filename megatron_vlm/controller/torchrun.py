@@ -31,7 +31,8 @@ from megatron_vlm.controller.worker_group import (
     ReplicaBatch,
     T,
     WorkerGroup,
-    even_parts,
+    cut,
+    filled_rows,
 )
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
 from megatron_vlm.data.tokens.completions import Completion
@@ -189,8 +190,8 @@ def backward_together(requests: Sequence[SummedLoss]) -> list[StepMetrics]:
     parts = []
     for request, transport in zip(requests, transports, strict=True):
         names = Objective.create(request.loss, request.options).value_names
-        all_parts = even_parts(request.batch, transport.dims.dp, names)
-        parts.append(transport.local_part(all_parts))
+        batch = filled_rows(request.batch, transport.dims.dp, names)
+        parts.append(transport.local_part(cut(batch, transport.dims.dp)))
 
     def run() -> list[StepMetrics]:
         try:

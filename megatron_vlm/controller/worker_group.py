@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.tensors.rows import FIELDS, MASK, PIXEL_FIELDS, batch_of
+from megatron_vlm.data.tensors.rows import MASK, PIXEL_FIELDS, batch_of, row_fields
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch, Value
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
@@ -45,34 +45,40 @@ class ReplicaBatch:
 
 
 Parts = Sequence[ReplicaBatch] | None
+_OF_TARGETS = ("labels", "targets", MASK)
 
 
-def even_parts(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> list[ReplicaBatch]:
-    """Split rows into parts of equal length, the last filled with rows without images and loss."""
-    batch = select_fields(rows, (*FIELDS, MASK, *value_names))
+def filled_rows(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> TensorBatch:
+    """Return what a loss reads of rows, with more rows, without images and loss, until `count`
+    divides their number."""
+    batch = select_fields(rows, (*row_fields(), *value_names))
     if not len(batch):
         raise DataError("there are no rows", place="the batch", remedy="give at least one row")
-    return _cut_batch(_fill_batch(batch, -len(batch) % count), count)
+    return _fill_batch(batch, -len(batch) % count)
 
 
-def prompt_parts(rows: BatchLike, count: int) -> list[ReplicaBatch]:
-    """Split prompts into parts as even as their number allows, without labels and targets."""
-    return _cut_batch(_prompts(rows), count)
-
-
-def dealt_parts(rows: BatchLike, replicas: Sequence[int], count: int) -> list[ReplicaBatch]:
-    """Split prompts into `count` parts, where `replicas` has the part of each row."""
-    batch, parts = _prompts(rows), []
-    for replica in range(count):
-        places = [place for place, owner in enumerate(replicas) if owner == replica]
-        parts += _cut_batch(batch[places], 1)
-    return parts
-
-
-def _prompts(rows: BatchLike) -> TensorBatch:
-    batch = select_fields(rows, (name for name in FIELDS if name not in ("labels", "targets")))
+def without_labels(rows: BatchLike) -> TensorBatch:
+    """Return rows without labels and targets."""
+    batch = select_fields(rows, (name for name in row_fields() if name not in _OF_TARGETS))
     labels = TensorList([torch.full_like(ids_S, IGNORE) for ids_S in batch["ids"]])
     return batch.with_fields(labels=labels)
+
+
+def cut(batch: TensorBatch, places: int | Sequence[Sequence[int]]) -> list[ReplicaBatch]:
+    """Return a part with the rows at each of these places; for a number, that many parts, as even
+    as possible."""
+    if isinstance(places, int):
+        chunks = batch.chunk(places)
+    else:
+        chunks = [batch[each] for each in places]
+    parts, first_row = [], 0
+    for rows in chunks:
+        names = [name for name in PIXEL_FIELDS if name in rows]
+        bare = {name: TensorList([row[:, :0] for row in _patches(rows[name])]) for name in names}
+        pixels = rows.select(names) if names else None
+        parts.append(ReplicaBatch(rows.with_fields(**bare), pixels, first_row))
+        first_row += len(rows)
+    return parts
 
 
 def select_fields(rows: BatchLike, names: Iterable[str]) -> TensorBatch:
@@ -94,17 +100,6 @@ def _fill_batch(batch: TensorBatch, missing: int) -> TensorBatch:
         row = filler.get(name, torch.empty(0)).to(value.dtype)
         fields[name] = TensorList([*value, *[row] * missing])
     return TensorBatch(fields, batch.meta)
-
-
-def _cut_batch(batch: TensorBatch, count: int) -> list[ReplicaBatch]:
-    parts, first_row = [], 0
-    for chunk in batch.chunk(count):
-        names = [name for name in PIXEL_FIELDS if name in chunk]
-        bare = {name: TensorList([row[:, :0] for row in _patches(chunk[name])]) for name in names}
-        pixels = chunk.select(names) if names else None
-        parts.append(ReplicaBatch(chunk.with_fields(**bare), pixels, first_row))
-        first_row += len(chunk)
-    return parts
 
 
 def _patches(value: Value) -> list[torch.Tensor]:
@@ -152,7 +147,8 @@ class WorkerGroup:
         def join(results: list[list[Tensor]]) -> T:
             return make(_concatenate(results)[: len(batch)])
 
-        return self.ranks.call(join, method, even_parts(batch, self.dims.dp), *args)
+        parts = cut(filled_rows(batch, self.dims.dp), self.dims.dp)
+        return self.ranks.call(join, method, parts, *args)
 
     def routing(self, batch: BatchLike) -> Future[TensorList]:
         """Return the experts of each token in each row, as MegatronWorker.routing does. As the
@@ -174,7 +170,7 @@ class WorkerGroup:
         """
         check_divisor(divisor)
         value_names = Objective.create(loss, options).value_names
-        parts = even_parts(batch, self.dims.dp, value_names)
+        parts = cut(filled_rows(batch, self.dims.dp, value_names), self.dims.dp)
 
         def join(results: list[StepMetrics]) -> StepMetrics:
             if not return_per_token_outputs:
@@ -207,7 +203,8 @@ class WorkerGroup:
         needs another seed. With a seed for each prompt, answer k depends on its seed + k alone.
         """
         args = (settings, n, seed, batch_rows)
-        return self.ranks.call(_concatenate, "sample", prompt_parts(prompts, self.dims.dp), *args)
+        parts = cut(without_labels(prompts), self.dims.dp)
+        return self.ranks.call(_concatenate, "sample", parts, *args)
 
     def generate(
         self,
@@ -226,7 +223,7 @@ class WorkerGroup:
             return [settings.without_stop(each.ids) for (each,) in _concatenate(results)]
 
         args = (settings, 1, seed, batch_rows)
-        return self.ranks.call(join, "sample", prompt_parts(prompts, self.dims.dp), *args)
+        return self.ranks.call(join, "sample", cut(without_labels(prompts), self.dims.dp), *args)
 
     def save(self, folder: str, progress: dict[str, Any] | None = None) -> Future[None]:
         """Write a checkpoint. `progress` is plain JSON, which `load` returns."""

@@ -17,7 +17,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.rl.policy_engine import settings_of
 from megatron_vlm.rl.teacher_checks import check_ids_of_teacher
-from megatron_vlm.rl.train_batch import TrainBatch
+from megatron_vlm.rl.train_batch import TrainBatch, same
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -61,7 +61,7 @@ class EngineTeachers:
         try:
             for row in batch.rows:
                 scorer = self.scorers[self.paths[row.teacher]]
-                started.append(scorer.start(row.row, self.top_k))
+                started.append(scorer.start(same(row), self.top_k))
             for row, scores in zip(batch.rows, started, strict=True):
                 path = self.paths[row.teacher]
                 try:

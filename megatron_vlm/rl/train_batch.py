@@ -4,8 +4,8 @@ them.
 
 Rank 0 makes it and sends it to every rank as bytes. Pictures that episodes share are sent once.
 
-Shapes: L decoder layers with experts, K experts of a token, S tokens of a row, N drawn ones, which
-every view has in the same order."""
+Shapes: K the most likely tokens, S tokens of a row, N drawn ones, which every view has in the same
+order."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +26,11 @@ from megatron_vlm.data.batches.balance import (
     plan_batch,
 )
 from megatron_vlm.data.batches.loader import BatchFigures
+from megatron_vlm.data.tensors.rows import batch_of, rows_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
-from megatron_vlm.data.tokens.row import GRID_OF, IGNORE, Row, join_parts, parts_of
+from megatron_vlm.data.tensors.tensor_list import TensorList
+from megatron_vlm.data.tokens.row import GRID_OF, IGNORE, VISUAL_FIELDS, Row, join_parts, parts_of
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.advantages import divisor_of, group_advantages, token_weights
 from megatron_vlm.rl.episode import Episode, Group, Segment, pictures_of
@@ -57,8 +60,6 @@ class TrainRow:
     teacher_prompt: Row | None = None  # what teacher.view shows for it, with the later pictures
     episode: int = 0  # number of its episode
     group: int = 0  # number of its prompt in the step
-    # Experts of the tokens [S, L, K] that an engine chose, as a Row takes them.
-    routing_SLK: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,7 @@ def _rows(groups: Sequence[Group], cfg: Config) -> list[TrainRow]:
                 sampled = _sampled_log_probs(each)
                 view = each.prompt_length, _teacher_prompt(episode, each)
                 row = TrainRow(_row(each), sampled, advantage, weight, teacher, None, *view)
-                row = replace(row, episode=episode.number, group=episode.group)
-                rows.append(replace(row, routing_SLK=each.routing_SLK))
+                rows.append(replace(row, episode=episode.number, group=episode.group))
     return rows
 
 
@@ -149,7 +149,7 @@ def _row(segment: Segment) -> Row:
     ids_S = torch.tensor(segment.ids)
     drawn_S = torch.tensor([each is not None for each in segment.log_probs])
     labels_S = torch.where(drawn_S, ids_S, IGNORE)
-    return Row(ids_S, labels_S, **pictures_of(segment.pictures))
+    return Row(ids_S, labels_S, **pictures_of(segment.pictures), routing_SLK=segment.routing_SLK)
 
 
 def _sampled_log_probs(segment: Segment) -> Tensor:
@@ -172,26 +172,24 @@ def _size(row: Row, work: WorkModel) -> RowSize:
 
 def train_batch_to_bytes(train_batch: TrainBatch) -> bytes:
     """Serialize a train batch for `train_batch_from_bytes` on the other ranks."""
-    columns: dict[str, list[Tensor]] = {"ids": [], "labels": [], "log_probs": []}
-    columns |= {name: [] for pair in GRID_OF.items() for name in pair}
-    number_of: dict[tuple[int, int], int] = {}
-    visuals = []
-    for train_row in train_batch.rows:
-        columns["ids"].append(train_row.row.ids_S)
-        columns["labels"].append(train_row.row.labels_S)
-        columns["log_probs"].append(train_row.sampler_log_probs_N)
-        shown = (train_row.row, train_row.teacher_prompt)
-        visuals.append([row and _add_visuals(row, columns, number_of) for row in shown])
-    prompts = [each.teacher_prompt for each in train_batch.rows]
-    columns["teacher_ids"] = [prompt.ids_S for prompt in prompts if prompt is not None]
+    rows = [each.row for each in train_batch.rows]
     names = ("advantage", "weight", "teacher", "prompt_length", "episode", "group")
     numbers = [{name: getattr(each, name) for name in names} for each in train_batch.rows]
+    for each, own in zip(train_batch.rows, numbers, strict=True):
+        if each.teacher_prompt is not None:
+            own["teacher_prompt"] = len(rows)
+            rows.append(each.teacher_prompt)
+    columns: dict[str, list[Tensor]] = {name: [] for name in VISUAL_FIELDS}
+    number_of: dict[tuple[int, int], int] = {}
+    visuals = [_add_visuals(row, columns, number_of) for row in rows]
+    without: dict[str, Any] = dict.fromkeys(VISUAL_FIELDS)
+    texts = batch_of([replace(row, **without) for row in rows])
+    columns |= {name: list(column) for name, column in texts.items()}
+    columns["log_probs"] = [each.sampler_log_probs_N for each in train_batch.rows]
     tables = [each.teacher_table for each in train_batch.rows]
     columns["teacher_tables"] = [each for each in tables if each is not None]
-    routings = [each.routing_SLK for each in train_batch.rows]
-    columns["routing"] = [each for each in routings if each is not None]
     updates = [[each.plan, each.divisor, vars(each.figures)] for each in train_batch.updates]
-    meta = {"visuals": visuals, "numbers": numbers, "updates": updates}
+    meta = {"visuals": visuals, "numbers": numbers, "updates": updates, "texts": [*texts.keys()]}
     return pack({name: (True, rows) for name, rows in columns.items()}, meta)
 
 
@@ -227,21 +225,17 @@ def train_batch_from_bytes(data: bytes) -> TrainBatch:
     """Deserialize the result of `train_batch_to_bytes`."""
     fields, meta = unpack(data)
     columns = {name: rows for name, (_, rows) in fields.items()}
-    tables = columns["teacher_tables"]  # empty if the ranks score
-    teacher_ids = iter(columns["teacher_ids"])
-    routings = columns["routing"]  # empty if the routers choose
-    texts = zip(columns["ids"], columns["labels"], columns["log_probs"], strict=True)
+    texts = rows_of(TensorBatch({name: TensorList(columns[name]) for name in meta["texts"]}))
+    shown = [
+        replace(row, **_visuals_from(numbers, columns))
+        for row, numbers in zip(texts, meta["visuals"], strict=True)
+    ]
     rows = []
-    for number, (ids_S, labels_S, log_probs_N) in enumerate(texts):
-        table = tables[number] if tables else None
-        of_row, of_prompt = meta["visuals"][number]
-        row, view = Row(ids_S, labels_S, **_visuals_from(of_row, columns)), None
-        if of_prompt is not None:
-            seen_S = next(teacher_ids)
-            view = Row(seen_S, torch.full_like(seen_S, IGNORE), **_visuals_from(of_prompt, columns))
-        each = TrainRow(row, log_probs_N, teacher_table=table, **meta["numbers"][number])
-        routing_SLK = routings[number] if routings else None
-        rows.append(replace(each, teacher_prompt=view, routing_SLK=routing_SLK))
+    for number, own in enumerate(meta["numbers"]):
+        table = columns["teacher_tables"][number] if columns["teacher_tables"] else None
+        prompt = shown[own.pop("teacher_prompt")] if "teacher_prompt" in own else None
+        parts = {"teacher_table": table, "teacher_prompt": prompt, **own}
+        rows.append(TrainRow(shown[number], columns["log_probs"][number], **parts))
     updates = [
         Update(plan, divisor, BatchFigures(**figures)) for plan, divisor, figures in meta["updates"]
     ]
@@ -253,19 +247,19 @@ View = Callable[[TrainRow], Row]
 
 
 def same(each: TrainRow) -> Row:
-    """Return the row as the student sees it."""
-    return each.row
+    """Return the row as the student sees it. Its routers alone choose experts."""
+    return each.row if each.row.routing_SLK is None else replace(each.row, routing_SLK=None)
 
 
 def replayed(each: TrainRow) -> Row:
     """Return the row with the experts that the engine chose, as the trained model reads it."""
-    return replace(each.row, routing_SLK=each.routing_SLK)
+    return each.row
 
 
 def of_teacher(each: TrainRow) -> Row:
     """Return the row as its teacher sees it, behind what teacher.view shows for its prompt."""
     if (prompt := each.teacher_prompt) is None:
-        return each.row
+        return same(each)
     ids_S = torch.cat([prompt.ids_S, each.row.ids_S[each.prompt_length :]])
     labels_S = torch.cat([prompt.labels_S, each.row.labels_S[each.prompt_length :]])
     return replace(prompt, ids_S=ids_S, labels_S=labels_S)

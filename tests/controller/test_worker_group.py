@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_vlm.controller import WorkerError, WorkerGroup, local_group
-from megatron_vlm.controller.worker_group import even_parts, prompt_parts
+from megatron_vlm.controller.worker_group import cut, filled_rows, without_labels
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
@@ -150,7 +150,7 @@ def test_results_do_not_depend_on_the_layout(name, alone, pool, tiny, tmp_path, 
 
 
 def test_parts_are_filled_up_with_rows_of_no_loss():
-    parts = even_parts(ODD, 3)
+    parts = cut(filled_rows(ODD, 3), 3)
     assert [len(part.batch) for part in parts] == [2, 2, 2]
     assert [part.first_row for part in parts] == [0, 2, 4]
     filler = parts[2].batch[1]
@@ -164,22 +164,22 @@ def test_parts_are_filled_up_with_rows_of_no_loss():
             "rewards": torch.ones(3),
         }
     )
-    last = even_parts(dense, 2, ("advantages",))[1].batch
+    last = cut(filled_rows(dense, 2, ("advantages",)), 2)[1].batch
     assert set(last.keys()) == {"ids", "response_mask", "advantages"}  # what the call reads
     assert last[1]["response_mask"].tolist() == [False]
-    assert [len(part.batch) for part in even_parts(dense, 3)] == [1, 1, 1]
+    assert [len(part.batch) for part in cut(filled_rows(dense, 3), 3)] == [1, 1, 1]
     with raises(DataError, place="the batch", problem="there are no rows"):
-        even_parts([], 2)
+        filled_rows([], 2)
 
 
 def test_parts_have_patches_without_values():
     whole = batch_of(ODD)
-    first = even_parts(ODD, 2)[0]
+    first = cut(filled_rows(ODD, 2), 2)[0]
     assert first.batch["pixel_values"].shapes == ((24, 0), (28, 0), (0, 0))
     assert first.all_fields()["pixel_values"] == whole["pixel_values"][:3]
     bare = TensorBatch.from_bytes(first.batch.to_bytes())
     assert bare["pixel_values"].shapes[0] == (24, 0)
-    prompts = prompt_parts(whole.without("labels"), 4)
+    prompts = cut(without_labels(whole.without("labels")), 4)
     assert [len(part.batch) for part in prompts] == [2, 1, 1, 1]
 
 

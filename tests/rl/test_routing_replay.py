@@ -254,12 +254,12 @@ def test_a_token_keeps_the_experts_of_the_request_that_first_read_it(looks, ende
     for each in batch.rows:
         ids = tuple(each.row.ids_S.tolist())
         ends = sorted(end for known, end in asked.items() if ids[:end] == known)
-        starts = sorted(set(each.routing_SLK[:-1, 0, 0].tolist()))
+        starts = sorted(set(each.row.routing_SLK[:-1, 0, 0].tolist()))
         assert len(ends) == len(starts) == 3 and ends[-1] == len(ids)
-        assert (each.routing_SLK[-1] == -1).all()
-        assert each.routing_SLK[:-1, 0, 1].tolist() == list(range(len(ids) - 1))
+        assert (each.row.routing_SLK[-1] == -1).all()
+        assert each.row.routing_SLK[:-1, 0, 1].tolist() == list(range(len(ids) - 1))
         first = 0
         for start, end in zip(starts, ends, strict=True):
             assert start < end
-            assert (each.routing_SLK[first : end - 1, 0, 0] == start).all()
+            assert (each.row.routing_SLK[first : end - 1, 0, 0] == start).all()
             first = end - 1

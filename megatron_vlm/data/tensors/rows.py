@@ -7,21 +7,17 @@ from torch import Tensor
 
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
-from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.row import COLUMNS, IGNORE, Row
 from megatron_vlm.errors import DataError
 
-# Field of the batch: field of the row. The first two are required.
-FIELDS = {
+# Field of the batch: field of the row, next to COLUMNS. The first two are required.
+_FIELDS = {
     "ids": "ids_S",
     "labels": "labels_S",
     "pixel_values": "pixel_values_PC",
     "image_grid_thw": "image_grid_I3",
     "pixel_values_videos": "pixel_values_videos_PC",
     "video_grid_thw": "video_grid_I3",
-    "loss_weights": "loss_weights_S",
-    "routing": "routing_SLK",
-    "teacher_ids": "teacher_ids_NJ",
-    "teacher_log_probs": "teacher_log_probs_NR",
     "targets": "targets",
 }
 PIXEL_FIELDS = ("pixel_values", "pixel_values_videos")
@@ -30,10 +26,17 @@ VALUES = ("advantages", "old_log_probs", "ref_log_probs")  # values that our los
 _NEEDED = ("ids", "labels")
 
 
+def row_fields() -> tuple[str, ...]:
+    """Return the fields of a batch that are of rows, without values that a loss names."""
+    return (*_FIELDS, MASK, *COLUMNS)
+
+
 def batch_of(rows: Sequence[Row]) -> TensorBatch:
     """Return a batch with a TensorList for each field, which is empty where a row lacks it."""
-    columns = {name: [getattr(row, field) for row in rows] for name, field in FIELDS.items()}
-    for name in dict.fromkeys(name for row in rows for name in row.values_S):
+    columns = {name: [getattr(row, field) for row in rows] for name, field in _FIELDS.items()}
+    columns |= {name: [row.given(name) for row in rows] for name in COLUMNS}
+    named = dict.fromkeys(name for row in rows for name in row.values_S)
+    for name in (name for name in named if name not in COLUMNS or COLUMNS[name].field):
         if name in columns or name == MASK:
             raise DataError(
                 "is another field of a batch already",
@@ -59,14 +62,14 @@ def rows_of(batch: TensorBatch, value_names: Sequence[str] = VALUES) -> list[Row
             place="the batch",
             key=missing,
         )
-    names = [name for name in value_names if name in batch]
+    names = [name for name in dict.fromkeys((*COLUMNS, *value_names)) if name in batch]
     return [_row(row, names, place) for place, row in enumerate(batch)]
 
 
-def _row(row: dict[str, Tensor], value_names: Sequence[str], place: int) -> Row:
+def _row(row: dict[str, Tensor], names: Sequence[str], place: int) -> Row:
     fields = {
         field: row[name]
-        for name, field in FIELDS.items()
+        for name, field in _FIELDS.items()
         if name in row and (name in _NEEDED or len(row[name]))
     }
     if "labels_S" not in fields:
@@ -81,5 +84,7 @@ def _row(row: dict[str, Tensor], value_names: Sequence[str], place: int) -> Row:
             )
         fields["labels_S"] = torch.where(mask_S.bool(), ids_S, IGNORE)
     # An empty tensor stands for an absent one.
-    values_S = {name: row[name] for name in value_names if len(row[name])}
+    values_S = {name: row[name] for name in names if len(row[name])}
+    own = [name for name in values_S if name in COLUMNS and COLUMNS[name].field]
+    fields |= {COLUMNS[name].field: values_S.pop(name) for name in own}
     return Row(**fields, values_S=values_S)  # type: ignore[arg-type]
