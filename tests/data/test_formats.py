@@ -130,7 +130,7 @@ def test_formats_give_the_same_chat(name):
 
 def test_the_documentation_has_the_keys_of_every_format():
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    table = page.partition("Formats are recognised by their keys:")[2].partition("### System")[0]
+    table = page.partition("Formats are recognised by their keys:")[2].partition("###")[0]
     assert FORMAT_KEYS - {*re.findall(r"`(\w+)`", table)} == set()
 
 
