@@ -10,7 +10,9 @@ import pytest
 from megatron_vlm.cli import main
 from megatron_vlm.commands.import_config.command import read_source, translated_text
 from megatron_vlm.config import ConfigFile, load_config
+from megatron_vlm.config.checks import check_training
 from megatron_vlm.config.schema import Config, get
+from megatron_vlm.config.unused_keys import check_used
 from megatron_vlm.errors import ConfigError
 from tests.support.error_fields import raises
 from tests.support.suites import quick
@@ -50,7 +52,19 @@ def file_of(given) -> tuple[str, str]:
 def translate(folder: Path, name: str, text: str, **options) -> tuple[str, Config]:
     """Return the printed YAML of a file or script, and what our trainer makes of it."""
     printed = translated_text(read(folder, name, text), **options)
-    return printed, load_config([], ConfigFile.parse(printed, "ours.yaml"))
+    return printed, started(printed)
+
+
+def started(printed: str) -> Config:
+    """Return the configuration, with what a start refuses before it opens a file."""
+    file = ConfigFile.parse(printed, "ours.yaml")
+    words = " ".join(re.sub(r"\n *#", " ", printed).split())
+    given = [each for each in ("data.train=a", "train.steps=7") if f"give {each[:10]}" in words]
+    check_training(load_config(given, file))
+    command = re.search(r"megatron-vlm (train|rl) --config", printed)[1]
+    cfg = load_config([], file)
+    assert check_used(cfg, command, [], file) is None  # no key without effect
+    return cfg
 
 
 # One of each trainer, and those that are refused.
@@ -72,6 +86,7 @@ def test_examples_of_other_trainers_are_translated_whole(name, tmp_path):
     given = {key for key, each in source.settings.items() if each.value is not None}
     printed = translated_text(source, gpus=8)
     assert [key for key in given if key not in printed] == []
+    assert started(printed)
     values = ConfigFile.parse(printed, "ours.yaml").values
     assert values["model.path"] and (values.get("data.train") or "give data.train" in printed)
 
@@ -258,7 +273,7 @@ VALUES = {
         f"megatron-vlm import {VERL} algorithm.adv_estimator=grpo "
         "actor_rollout_ref.rollout.val_kwargs.do_sample=true "
         "actor_rollout_ref.rollout.val_kwargs.temperature=0.7 "
-        "actor_rollout_ref.model.use_fused_kernels=true\n",
+        "actor_rollout_ref.model.use_fused_kernels=true data.val_files=b.parquet\n",
         {"rl.eval_temperature": 0.7},
     ),
     "settings that mean nothing here": (

@@ -215,7 +215,7 @@ for MODEL in Qwen/Qwen3-VL-2B-Instruct; do train 0.5 "$@"; done
 """,
         {"train.global_batch_size": 64, "lora.targets": ("q_proj", "v_proj")}
         | {"model.recompute": "full", "optim.lr": 2e-5},
-        "TRL learns whole chats",
+        "TRL learns whole chats; config_file=examples/zero3.yaml: accelerate's file is not read",
     ),
     "TRL: a file, options over it, and processes": (
         "megatron-vlm import trl sft --config trl.yaml --num_processes 2 --learning-rate 1e-5",

@@ -160,6 +160,8 @@ def read_command(words: Sequence[str], environment: Mapping[str, str]) -> Source
     before = [word.partition("=") for word in words[:place] if re.match(r"[A-Za-z_]\w*=", word)]
     source.environment = {**environment, **{each[0]: each[2] for each in before}}
     source.processes = _processes(words[:place])
+    if file := dict(_named(words[:place])).get("config_file"):  # accelerate has it
+        source.settings["config_file"] = Setting("config_file", file)
     return source
 
 

@@ -40,6 +40,9 @@ MODEL_NAMES = {
         "deepspeed fsdp fsdp_config fsdp_version reshard_after_forward local_rank device_map "
         "max_memory low_cpu_mem_usage fsdp_* deepspeed_*"
     ),
+    "accelerate's file is not read: its num_processes is --gpus, mixed_precision train.precision, "
+    "gradient_clipping optim.clip_grad, an offloaded optimizer optim.offload=1, and for zero_stage "
+    "or fsdp_config write `parallel: auto`": "config_file",
     "there is no context parallelism, since it would cut an image's tokens over ranks; "
     "model.recompute=full saves the most memory for long records, and parallel.tp divides layers": (
         "cp context_parallel_size sequence_parallel_size ulysses_sequence_parallel_size"
