@@ -1,6 +1,7 @@
 """Charts of curves over steps, drawn in the browser by uPlot from data inside the page.
 
 Python decides what is drawn: thinned points, marks, a summary in words. charts.js decides how.
+Histograms and points over two axes are SVG, which needs no script: their bins and places are here.
 """
 
 import math
@@ -12,8 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_vlm.io.printable import escape_controls, number
-from megatron_vlm.report.markup import Html, json_block, tag
-from megatron_vlm.report.sections import Section
+from megatron_vlm.report.sections import Scatter, Section
 
 _HERE = Path(__file__).parent
 CURVE_COLOURS = 6  # in charts.css
@@ -21,6 +21,7 @@ CURVE_COLUMNS = 600  # width of a thinned curve
 _SMOOTH_FROM = 40  # points
 _MIN_WINDOW = 10  # points
 _MAX_DOTS = 80
+_MAX_BARS = 24
 _LOG_FROM = 30  # a chart whose values span this ratio begins with a logarithmic scale
 
 
@@ -90,6 +91,11 @@ class Chart:
         """The curves that have a number."""
         return [curve for curve in self.curves if np.isfinite(curve.y).any()]
 
+    @property
+    def keys(self) -> dict[str, str]:
+        """The kinds of the marks by their names. Marks of several runs may share one."""
+        return {mark.name: mark.kind for mark in self.marks if len(mark.x)}
+
 
 @dataclass(frozen=True)
 class Charts(Section):
@@ -117,28 +123,15 @@ class ChartControls(Section):
     axes: Sequence[RunAxes]
 
 
-def chart_controls(controls: ChartControls) -> Html:
-    """Return the controls, which work where scripts run."""
-    buttons = [
-        tag("button", tag("i"), name, class_=f"c{run % CURVE_COLOURS}", aria_pressed="true")
-        for run, name in enumerate(controls.names)
-    ]
-    switches = [tag("div", *buttons, class_="runs")] if len(buttons) > 1 else []
-    choices = (tag("option", name, value=name) for name in ("steps", "tokens", "time"))
-    over = tag("label", "over ", tag("select", *choices, autocomplete="off"))
-    slider = tag("input", type="range", min=0, max=100, value=0, step=1, autocomplete="off")
-    smoothing = tag("label", "smoothing ", slider, " ", tag("output"))
+def control_data(controls: ChartControls) -> dict[str, Any]:
+    """Return the controls as charts.js reads them."""
     counts = [len(axes.steps) for axes in controls.axes]
-    data = {
+    runs = zip(controls.names, controls.axes, strict=True)
+    return {
         "window": smoothing_window(max(counts, default=0)),
         "most": max([2, *(count // 4 for count in counts)]),
-        "runs": [
-            _axes_data(name, a) for name, a in zip(controls.names, controls.axes, strict=True)
-        ],
+        "runs": [_axes_data(name, axes) for name, axes in runs],
     }
-    sticky = " sticky" if switches else ""
-    parts = (*switches, over, smoothing, json_block(data))
-    return tag("div", *parts, class_=f"controls card quiet{sticky}")
 
 
 def _axes_data(name: str, axes: RunAxes) -> dict[str, Any]:
@@ -147,24 +140,6 @@ def _axes_data(name: str, axes: RunAxes) -> dict[str, Any]:
     known = {key: values for key, values in vars(axes).items() if len(values)}
     columns = {key: plain_values(values[places]) for key, values in known.items()}
     return {"name": escape_controls(name), **columns}
-
-
-def chart_figure(chart: Chart, span: tuple[float, float] | None = None) -> Html:
-    """Return the figure of a chart over the steps of the span, or else over those that it has."""
-    if not chart.shown:
-        nothing = tag("p", "no number was logged", class_="quiet")
-        return tag("figure", tag("b", chart.title), nothing, class_="card chart")
-    summary = [*curve_summaries(chart)]
-    words = "; ".join(f"{name}: {text}" for name, text in summary)
-    plot = tag("div", class_="plot", role="img", aria_label=f"{chart.title}: {words}")
-    title = tag("div", tag("b", chart.title), " ", tag("span", chart.unit, class_="quiet"))
-    # A mark has one entry in the legend, however many runs have it.
-    marks = {m.name: tag("span", tag("i", class_=m.kind), m.name) for m in chart.marks if len(m.x)}
-    keys = tag("div", *marks.values(), class_="keys quiet")
-    is_alone = len({curve.run for curve in chart.shown}) == 1
-    caption = [tag("figcaption", summary[0][1])] if is_alone else []
-    data = json_block(chart_data(chart, span))
-    return tag("figure", title, keys, plot, *caption, data, class_="card chart")
 
 
 def curve_summaries(chart: Chart) -> Iterator[tuple[str, str]]:
@@ -265,3 +240,60 @@ def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # Only neighbours are summed: a running total would lose a small loss after a large one.
     sums, total = (np.convolve(values, window, "valid") for values in (means * counts, counts))
     return x[columns - 1 :], sums / total
+
+
+def bins(values: np.ndarray) -> tuple[int, int, list[int]]:
+    """Return the start of the first bin, the width of the bins (1, 2 or 5 times a power of ten),
+    and the number of values in each bin."""
+    low, high = int(values.min()), int(values.max())
+    min_step = math.ceil((high - low + 1) / _MAX_BARS)
+    step = next(m * 10**k for k in range(20) for m in (1, 2, 5) if m * 10**k >= min_step)
+    start = low // step * step
+    counts: list[int] = np.bincount((values - start) // step).tolist()
+    return start, step, counts
+
+
+def scatter_plot(scatter: Scatter) -> dict[str, Any]:
+    """Return the places of points, of the numbers of both axes and of the bound in a picture of
+    480 x 320. On a logarithmic scale, a value of 0 lies on the lowest line."""
+    xs, ys = [x for x, _ in scatter.points], [y for _, y in scatter.points]
+    bound = scatter.bound or 0.0
+    low, high = _wider_range(xs if bound else [*xs, *ys])
+    x_ticks = y_ticks = [(value, f"{value:g}") for value in _round_numbers(low, high)]
+    bottom, top = low, high
+    if bound:
+        logs = [math.log10(size) for size in (*ys, bound) if size > 0]
+        bottom, top = math.floor(min(logs)) - 1.0, float(math.ceil(max(logs) + 0.05))
+        powers = range(int(bottom) + 1, int(top) + 1)
+        y_ticks = [(bottom, "0"), *((float(power), f"1e{power}") for power in powers)]
+        ys, bound = [math.log10(y) if y > 0 else bottom for y in ys], math.log10(bound)
+
+    def across(x: float) -> str:
+        return f"{52 + 416 * (x - low) / (high - low):.1f}"
+
+    def up(y: float) -> str:
+        return f"{280 - 266 * (y - bottom) / (top - bottom):.1f}"
+
+    return {
+        "dots": [(across(x), up(y)) for x, y in zip(xs, ys, strict=True)],
+        "x_ticks": [(across(value), text) for value, text in x_ticks],
+        "y_ticks": [(up(value), text) for value, text in y_ticks],
+        "bound": up(bound),
+    }
+
+
+def _wider_range(values: Sequence[float]) -> tuple[float, float]:
+    """Return a range slightly larger than that of the values. It is never empty."""
+    if not values:
+        return -1.0, 0.0
+    low, high = min(values), max(values)
+    room = max(0.04 * (high - low), 0.05)
+    return low - room, high + room
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Return about five round numbers, which are 1, 2 or 5 times a power of ten apart."""
+    min_step = (high - low) / 6
+    power = 10.0 ** math.floor(math.log10(min_step))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= min_step)
+    return [place * step for place in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -34,8 +34,8 @@ from megatron_vlm.distributed.process import UNLIKE
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.processed_prompt import ProcessedMedia, ProcessedPrompt
 from megatron_vlm.engines.prompts import Prompts
+from megatron_vlm.report.html import draw_parts
 from megatron_vlm.report.sections import Card, Pictures, Scatter
-from megatron_vlm.report.svg import scatter_svg
 from megatron_vlm.run.evaluation.held_out_sets import question_of
 from tests.model.test_parity import layout
 from tests.support.fake_engine import REPLAYS, replay_of
@@ -220,8 +220,8 @@ def test_every_token_is_a_point_where_it_belongs(world):
     assert [label.rpartition(" ")[2] for label in differences.labels] == [
         *("1.0e-03", "1.0e-05", "0.0e+00")
     ]
-    assert Page(scatter_svg(against)).text.count("<circle") == 3
-    plot = Page(scatter_svg(differences))
+    assert Page(draw_parts(against)).text.count("<circle") == 3
+    plot = Page(draw_parts(differences))
     heights = [float(circle["cy"]) for circle in plot.all("circle")]
     [bound] = [float(a["y1"]) for a in plot.all("line") if a.get("class") == "bound"]
     assert heights[0] < bound < heights[1] < heights[2] == 280

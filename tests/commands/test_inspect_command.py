@@ -26,9 +26,9 @@ from megatron_vlm.family.qwen.chat import CHAT
 from megatron_vlm.family.qwen.images import ImageSettings
 from megatron_vlm.family.qwen.videos import VideoSettings
 from megatron_vlm.family.video_plan import VideoPlan
-from megatron_vlm.report.html import script_of
+from megatron_vlm.report.charts import bins
+from megatron_vlm.report.html import draw_parts, script_of
 from megatron_vlm.report.sections import Bars, Listing, Marked, OutlinedPictures, Styled
-from megatron_vlm.report.svg import bars_svg, bins
 from megatron_vlm.report.terminal import print_report
 from tests.support.chats import CHATS, data_uri, image, picture, say, text
 from tests.support.error_fields import raises
@@ -444,7 +444,7 @@ def test_a_set_of_videos_has_their_number_and_no_empty_histogram(seen):
 
 
 def test_a_histogram_of_equal_values_has_one_label():
-    words = Page(bars_svg(Bars("tokens", np.array([104, 104])))).words
+    words = Page(draw_parts(Bars("tokens", np.array([104, 104])))).words
     assert words.count("104") == 1 and "104 to 104" not in words
 
 

@@ -28,8 +28,7 @@ from megatron_vlm.planner.memory import USABLE, check_offload, estimate, host_ne
 from megatron_vlm.planner.pipeline_time import Stages
 from megatron_vlm.planner.row_sizes import assumed_mix
 from megatron_vlm.planner.search import Cluster, Found, refine_split, search
-from megatron_vlm.report.html import script_of
-from megatron_vlm.report.svg import timeline_svg
+from megatron_vlm.report.html import draw_parts, script_of
 from megatron_vlm.report.terminal import timeline_text
 from tests.support.error_fields import raises
 from tests.support.report_facts import Page, check_self_contained
@@ -210,7 +209,7 @@ def test_the_pipeline_as_text():
 
 
 def test_the_pipeline_as_svg():
-    root = ElementTree.fromstring(timeline_svg(TIMELINE))
+    root = ElementTree.fromstring(draw_parts(TIMELINE)).find("svg")
     boxes = [group for group in root if group.tag == "g"]
     assert len(boxes) == 12
     rects = [box.find("rect") for box in boxes]

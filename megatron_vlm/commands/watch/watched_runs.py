@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from markupsafe import Markup
+
 from megatron_vlm.commands.watch.run_status import BROKEN, RunStatus, StatusReader, find_runs
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile, reason
 from megatron_vlm.report.html import page_body
-from megatron_vlm.report.markup import Html
 from megatron_vlm.report.metrics_lines import SAMPLES
 from megatron_vlm.report.run.metrics_arrays import MAX_LINE, LoggedRun, MetricsReading
 from megatron_vlm.report.run.page import run_report
@@ -55,7 +56,7 @@ class WatchedRuns:
             reader = self._readers.get(name)
             return None if reader is None else _as_it_is(name, reader)
 
-    def page(self, run: WatchedRun) -> list[Html]:
+    def page(self, run: WatchedRun) -> list[Markup]:
         """Return the elements of a run's page."""
         with self._lock:
             opened = self._open.pop(run.folder, None) or OpenRun(run.folder, run.name)
@@ -89,9 +90,9 @@ class OpenRun:
         self._lines = GrowingLines(folder / "metrics.jsonl", MAX_LINE)
         self._reading = MetricsReading()
         self._samples = SampleIndex(folder / SAMPLES)
-        self._drawn: tuple[RunStatus, list[Html]] | None = None
+        self._drawn: tuple[RunStatus, list[Markup]] | None = None
 
-    def page(self, status: RunStatus) -> list[Html]:
+    def page(self, status: RunStatus) -> list[Markup]:
         """Return the elements of the page, with what has gone wrong in place of what cannot be
         drawn."""
         with self._lock:
