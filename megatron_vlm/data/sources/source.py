@@ -103,7 +103,7 @@ def _open_unnamed(spec: SourceSpec, image_root: str | None, cache: Path | None) 
         raise ConfigError(
             f"matches files of several kinds: {', '.join(sorted(suffixes))}", place=spec.path
         )
-    if kind := kind_of(found[0]):
+    if kind := kind_of_file(found[0]):
         return kind.scan(found, spec.path, root, cache)
     raise ConfigError(
         "has a name that does not tell the format",
@@ -336,7 +336,7 @@ KINDS = {
 }
 
 
-def kind_of(path: str) -> FileKind | None:
+def kind_of_file(path: str) -> FileKind | None:
     """Return how a file is read, from its suffix. Texts alone may be packed."""
     kind = KINDS.get(unpacked_suffix(path))
     return kind if kind is _TEXTS or suffix_of(path) in KINDS else None

@@ -21,7 +21,7 @@ from megatron_vlm.data.sources.source import (
     TEXT,
     TextForm,
     default_root,
-    kind_of,
+    kind_of_file,
     named_source,
 )
 from megatron_vlm.data.sources.tables import find_data, root_cause, table_row
@@ -157,7 +157,7 @@ def _open(spec: SourceSpec) -> Any:
 
     if not isinstance(paths := find_data(spec, streaming=True), list):
         return paths
-    if not (kind := kind_of(paths[0])):
+    if not (kind := kind_of_file(paths[0])):
         raise ConfigError("cannot be streamed", place=spec.path, allowed=tuple(KINDS))
     if kind.iterate:
         text, data = datasets.Value("string"), datasets.Value("large_binary")
@@ -178,7 +178,7 @@ def _open(spec: SourceSpec) -> Any:
 
 
 def _records(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    kind = kind_of(paths[0])
+    kind = kind_of_file(paths[0])
     assert kind is not None and kind.iterate is not None
     for where, members in itertools.chain.from_iterable(map(kind.iterate, paths)):
         content = [{"name": name, "content": value} for name, value in members.items()]
