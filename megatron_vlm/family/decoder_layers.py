@@ -85,16 +85,34 @@ class MRoPE:
 
 
 @dataclass(frozen=True)
+class ProportionalRoPE:
+    """Rotary embedding by the place of a token in its row. Of the frequencies of a whole head of
+    `head_dim` values, the first `count` turn, each a value and the one half a head away."""
+
+    head_dim: int
+    count: int
+    theta: float
+
+
+# The `kind` of a mixer, a feed-forward or a layer names its builder in model/layer_specs.py.
+
+
+@dataclass(frozen=True)
 class Attention:
     """Softmax attention among the tokens of a row. Each kind of it adds what it has besides
     heads."""
 
+    kind: ClassVar[str]
     heads: int
     kv_heads: int
     head_dim: int
+    rotary: MRoPE | ProportionalRoPE
     gated: bool = field(default=False, kw_only=True)  # each query head has a gate for its output
     # Tokens that a token sees, itself included. None: all before it.
     window: int | None = field(default=None, kw_only=True)
+    # A token of an image sees the later tokens of that image, too.
+    sees_image: bool = field(default=False, kw_only=True)
+    values_are_keys: bool = field(default=False, kw_only=True)  # they are keys before their norm
     # Operations per token besides the products with weights and those of pairs.
     flops_per_token: ClassVar[int] = 0
 
@@ -132,6 +150,7 @@ class Attention:
 class FullAttention(Attention):
     """Causal attention among all tokens of a row, with norms of queries and keys."""
 
+    kind: ClassVar[str] = "attention"
     rotary: MRoPE
 
     @property
@@ -157,6 +176,7 @@ class GatedDeltaNet:
     """Linear attention by the gated delta rule: every value head has a state of constant size
     [key_dim, value_dim], which each token decays and corrects."""
 
+    kind: ClassVar[str] = "delta_net"
     key_heads: int
     value_heads: int
     key_dim: int
@@ -224,6 +244,8 @@ DELTA_CHUNK = 32  # tokens that the rule takes together: model/delta_rule.py
 class Mixer(Protocol):
     """Description of a mixer of tokens."""
 
+    kind: ClassVar[str]
+
     @property
     def divided_by_tp(self) -> dict[str, int]: ...
     @property
@@ -236,6 +258,7 @@ class Mixer(Protocol):
 class DenseMLP:
     """MLP with a gate."""
 
+    kind: ClassVar[str] = "mlp"
     width: int
 
     @property
@@ -257,10 +280,12 @@ class DenseMLP:
 class Experts:
     """Experts, of which each token goes to a few, and perhaps one more that every token shares."""
 
+    kind: ClassVar[str] = "experts"
     count: int
     top_k: int  # experts that each token goes to
     width: int  # each expert's
     shared_width: int = 0  # the shared expert's, whose output has a gate; 0: there is none
+    dense_width: int = 0  # an MLP's beside the experts
     divided_by_tp: ClassVar[dict[str, int]] = {}  # TP is 1 with experts
 
     def params(self, hidden: int) -> Iterator[LayerParam]:
@@ -292,6 +317,8 @@ class Experts:
 class FeedForward(Protocol):
     """Description of a feed-forward network."""
 
+    kind: ClassVar[str]
+
     @property
     def width(self) -> int: ...
     @property
@@ -314,6 +341,7 @@ def mlp_params(hf: str, gate_up: str, down: str, hidden: int, width: int) -> Ite
 class LayerSpec:
     """A decoder layer."""
 
+    kind: ClassVar[str] = "plain"
     mixer: Mixer
     ffn: FeedForward
     post_norms: ClassVar[int] = 0  # norms of the outputs of its parts

@@ -27,12 +27,6 @@ from megatron_vlm.family.decoder_layers import (
     GatedDeltaNet,
     LayerSpec,
 )
-from megatron_vlm.family.gemma4.layer_kinds import (
-    ExpertsBesideMLP,
-    NormedMLP,
-    ScaledLayer,
-    UnscaledAttention,
-)
 from megatron_vlm.family.spec import TextSizes, Tokens
 from megatron_vlm.hf.layer_backends import BACKENDS
 from megatron_vlm.model.attention import CachedAttention, FusedSelfAttention, SDPACoreAttention
@@ -124,7 +118,7 @@ def _experts(options: BuildOptions, text: TextSizes, experts: Experts) -> dict[s
 
 
 def _unscaled_attention(
-    options: BuildOptions, text: TextSizes, attention: UnscaledAttention
+    options: BuildOptions, text: TextSizes, attention: Attention
 ) -> dict[str, Any]:
     params = {
         "sizes": attention,
@@ -136,33 +130,28 @@ def _unscaled_attention(
     return {"self_attention": ModuleSpec(UnscaledSelfAttention, params)}
 
 
-def _normed_mlp(options: BuildOptions, text: TextSizes, mlp: NormedMLP) -> dict[str, Any]:
+def _normed_mlp(options: BuildOptions, text: TextSizes, mlp: DenseMLP) -> dict[str, Any]:
     submodules = _mlp_submodules(options.chains.geglu)
     params = {"submodules": submodules, "chains": options.chains}
     return {"pre_mlp_layernorm": _norm(options, text), "mlp": LayerPart(PostNormMLP, params)}
 
 
-def _experts_beside_mlp(
-    options: BuildOptions, _: TextSizes, experts: ExpertsBesideMLP
-) -> dict[str, Any]:
+def _experts_beside_mlp(options: BuildOptions, _: TextSizes, experts: Experts) -> dict[str, Any]:
     mlp = _expert_part(MLPBesideExperts, options, experts)
     return {"pre_mlp_layernorm": IdentityOp, "mlp": mlp}  # its parts have norms of their own
 
 
-# The builder of each kind of part, and the class of each kind of layer, by its description.
-BUILDERS: dict[type, Builder] = {
-    FullAttention: _attention,
-    GatedDeltaNet: _delta_net,
-    DenseMLP: _dense_mlp,
-    Experts: _experts,
-    UnscaledAttention: _unscaled_attention,
-    NormedMLP: _normed_mlp,
-    ExpertsBesideMLP: _experts_beside_mlp,
+# The builder of each kind of part, and the class of each kind of layer.
+BUILDERS: dict[str, Builder] = {
+    "attention": _attention,
+    "delta_net": _delta_net,
+    "mlp": _dense_mlp,
+    "experts": _experts,
+    "unscaled_attention": _unscaled_attention,
+    "normed_mlp": _normed_mlp,
+    "experts_beside_mlp": _experts_beside_mlp,
 }
-LAYER_MODULES: dict[type[LayerSpec], type[DecoderLayer]] = {
-    LayerSpec: DecoderLayer,
-    ScaledLayer: ScaledDecoderLayer,
-}
+LAYER_MODULES = {"plain": DecoderLayer, "scaled": ScaledDecoderLayer}
 
 
 def _te_submodules() -> TransformerLayerSubmodules:
@@ -192,7 +181,7 @@ def block_spec(
     """Return these decoder layers of one stage, and the norm that follows the model's last one."""
     norm, builders = _norm(options, text), BUILDERS
     if BACKENDS[options.backend].fuses_norms:
-        base, builders = _te_submodules(), {Experts: _experts}
+        base, builders = _te_submodules(), {"experts": _experts}
     else:
         add = get_bias_dropout_add
         base = TransformerLayerSubmodules(
@@ -202,8 +191,8 @@ def block_spec(
     def spec_of(layer: LayerSpec) -> ModuleSpec:
         parts: dict[str, Any] = {}
         for part in (layer.mixer, layer.ffn):
-            if (build := builders.get(type(part))) is not None:
+            if (build := builders.get(part.kind)) is not None:
                 parts |= build(options, text, part)
-        return ModuleSpec(LAYER_MODULES[type(layer)], submodules=replace(base, **parts))
+        return ModuleSpec(LAYER_MODULES[layer.kind], submodules=replace(base, **parts))
 
     return TransformerBlockSubmodules([spec_of(layer) for layer in layers], layer_norm=norm)

@@ -1,4 +1,4 @@
-"""Feed-forward networks of Gemma 4: an MLP, or an MLP beside experts, and the norm of its output.
+"""Feed-forward networks with a norm of their output: an MLP, or an MLP beside experts.
 
 Shapes: S tokens of a row, B rows, H width, N tokens without padding, K experts per token.
 """
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vlm.family.gemma4.layer_kinds import ExpertsBesideMLP
+from megatron_vlm.family.decoder_layers import Experts
 from megatron_vlm.model.experts import ExpertMLP
 from megatron_vlm.model.fused_ops import FusedOps, Norm
 from megatron_vlm.model.megatron_versions import LayerMLP
@@ -38,7 +38,7 @@ class MLPBesideExperts(ExpertMLP):
         *,
         device: torch.device,
         chains: FusedOps,
-        sizes: ExpertsBesideMLP,
+        sizes: Experts,
         **kwargs: Any,
     ):
         super().__init__(config, device=device, chains=chains, sizes=sizes, **kwargs)

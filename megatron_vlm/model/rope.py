@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_vlm.family.decoder_layers import Attention, FullAttention, MRoPE
-from megatron_vlm.family.gemma4.layer_kinds import UnscaledAttention
+from megatron_vlm.family.decoder_layers import Attention, MRoPE, ProportionalRoPE
 from megatron_vlm.family.spec import TextSizes
 
 
@@ -50,10 +49,10 @@ class InterleavedMRoPE(nn.Module):
 
 def build_rotary(text: TextSizes, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """Build the rotary embedding of the attention of all layers."""
-    if isinstance(text.attentions[0], UnscaledAttention):
+    if isinstance(text.attentions[0].rotary, ProportionalRoPE):
         return PlainRoPE(text, device, dtype)
     shared: MRoPE
-    (shared,) = {each.rotary for each in text.attentions if isinstance(each, FullAttention)}
+    (shared,) = {each.rotary for each in text.attentions if isinstance(each.rotary, MRoPE)}
     return InterleavedMRoPE(shared.dim, shared.theta, list(shared.section), device, dtype)
 
 
@@ -62,7 +61,7 @@ def rotary_spans(text: TextSizes) -> dict[Attention, tuple[int, int]]:
     spans: dict[Attention, tuple[int, int]] = {}
     start = 0
     for each in text.attentions:
-        assert isinstance(each, UnscaledAttention)
+        assert isinstance(each.rotary, ProportionalRoPE)
         spans[each] = (start, start + each.rotary.count)
         start += each.rotary.count
     return spans
@@ -79,7 +78,7 @@ class PlainRoPE(nn.Module):
         self.dtype = dtype
         parts = []
         for each in text.attentions:
-            assert isinstance(each, UnscaledAttention)
+            assert isinstance(each.rotary, ProportionalRoPE)
             exponents = torch.arange(0, 2 * each.rotary.count, 2, dtype=torch.float)
             parts.append(1.0 / each.rotary.theta ** (exponents / each.rotary.head_dim))
         self.register_buffer("inv_freq", torch.cat(parts).to(device), persistent=False)

@@ -1,4 +1,4 @@
-"""Attention of Gemma 4: heads of one size and number in layers with a window, and of others in
+"""Attention without a scale: heads of one size and number in layers with a window, and of others in
 layers without. Megatron's own takes both from the one config of a model, always makes a value, and
 has no norm of values.
 
@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_vlm.family.gemma4.layer_kinds import UnscaledAttention
+from megatron_vlm.family.decoder_layers import Attention
 from megatron_vlm.family.spec import Tokens
 from megatron_vlm.model.attention import CachedAttention, SDPACoreAttention
 from megatron_vlm.model.attention_kernels import as_added
@@ -32,7 +32,7 @@ class UnscaledSelfAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        sizes: UnscaledAttention,
+        sizes: Attention,
         pg_collection: Any,
         chains: FusedOps,
         kernels: Mapping[bool, str],

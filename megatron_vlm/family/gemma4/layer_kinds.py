@@ -14,19 +14,10 @@ from megatron_vlm.family.decoder_layers import (
     LayerParam,
     LayerSpec,
     LayerTensor,
+    ProportionalRoPE,
     mlp_params,
     vector_param,
 )
-
-
-@dataclass(frozen=True)
-class ProportionalRoPE:
-    """Rotary embedding by the place of a token in its row. Of the frequencies of a whole head of
-    `head_dim` values, the first `count` turn, each a value and the one half a head away."""
-
-    head_dim: int
-    count: int
-    theta: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +25,8 @@ class UnscaledAttention(Attention):
     """Attention with norms of queries, keys and values, whose scores are not scaled. Its output has
     a norm as well."""
 
+    kind: ClassVar[str] = "unscaled_attention"
     rotary: ProportionalRoPE
-    sees_image: bool = False  # a token of an image sees the later tokens of that image, too
-    values_are_keys: bool = False  # values are the keys before their norm
 
     @property
     def divided_by_tp(self) -> dict[str, int]:
@@ -85,6 +75,8 @@ class UnscaledAttention(Attention):
 class NormedMLP(DenseMLP):
     """MLP with a gate through GELU, and norms before and after it."""
 
+    kind: ClassVar[str] = "normed_mlp"
+
     def params(self, hidden: int) -> Iterator[LayerParam]:
         """Yield the parameters."""
         yield vector_param("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", hidden)
@@ -97,7 +89,7 @@ class ExpertsBesideMLP(Experts):
     """Experts and an MLP, which each have norms of their own, and a norm of their sum. The router
     reads the residual stream. It has a scale of its inputs and one of each expert's output."""
 
-    dense_width: int = 0
+    kind: ClassVar[str] = "experts_beside_mlp"
 
     def params(self, hidden: int) -> Iterator[LayerParam]:
         """Yield the parameters."""
@@ -133,6 +125,7 @@ class ScaledLayer(LayerSpec):
     """Layer whose parts have their own norms of inputs and outputs. Its output is multiplied by a
     scalar that does not learn."""
 
+    kind: ClassVar[str] = "scaled"
     post_norms: ClassVar[int] = 2
 
     def params(self, hidden: int) -> Iterator[LayerParam]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_vlm.family.decoder_layers import FeedForward
+from megatron_vlm.family.decoder_layers import FeedForward, ProportionalRoPE
 from megatron_vlm.family.family import Family
 from megatron_vlm.family.field_rules import refuse_other_model
 from megatron_vlm.family.gemma4.chat import CHAT
@@ -17,7 +17,6 @@ from megatron_vlm.family.gemma4.images import LARGEST_PIXEL, Gemma4Images, unpad
 from megatron_vlm.family.gemma4.layer_kinds import (
     ExpertsBesideMLP,
     NormedMLP,
-    ProportionalRoPE,
     ScaledLayer,
     UnscaledAttention,
 )
