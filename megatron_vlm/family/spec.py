@@ -3,7 +3,7 @@
 The name table, loading, checkpoints, the memory estimate, FLOPs and the start-up report read them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -227,6 +227,20 @@ class ModelSizes:
     # them.
     passthrough: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
+    @staticmethod
+    def from_parts(
+        text: TextSizes,
+        vision: VisionSizes,
+        tokens: Tokens,
+        tied: bool,
+        tower: Iterable[TensorSpec],
+        names: HFNames,
+    ) -> "ModelSizes":
+        """Make the sizes of a model with these tensors of its tower, and those of its text."""
+        head = TensorSpec(names.head, (text.vocab, text.hidden), Part.head, "head")
+        tensors = (*tower, *text_tensors(text, names), *(() if tied else (head,)))
+        return ModelSizes(text, vision, tokens, tied, tensors, head, names)
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor of the checkpoint, by its Hugging Face name."""
@@ -254,6 +268,19 @@ def text_tensors(text: TextSizes, names: HFNames) -> Iterator[TensorSpec]:
                 group, learns = tensor.lora_group, tensor.learns
                 yield TensorSpec(full, tensor.shape, Part.decoder, group, learns)
     yield TensorSpec(names.final_norm, (text.hidden,), Part.decoder)
+
+
+def tower_tensors(
+    tower: nn.Module, prefix: str, marks: Mapping[str, str], table: str
+) -> Iterator[TensorSpec]:
+    """Yield the tensors of Hugging Face's own tower. `marks` are parts of the names of linears, by
+    their groups among the LoRA targets. The name of the table of positions ends with `table`."""
+    for name, param in tower.named_parameters():
+        part = Part.merger if marks["merger"] in name else Part.vision
+        found = [group for group, mark in marks.items() if mark in name and param.dim() == 2]
+        group = found[0] if found else None
+        full, is_table = prefix + name, name.endswith(table)
+        yield TensorSpec(full, tuple(param.shape), part, group, param.requires_grad, is_table)
 
 
 # A function that makes queries, keys and values from the output of the tower's first linear, cos,

@@ -26,16 +26,18 @@ from megatron_vlm.family.gemma4.videos import Gemma4Videos
 from megatron_vlm.family.spec import (
     HFNames,
     ModelSizes,
-    Part,
     PlaceholderRun,
-    TensorSpec,
     TextSizes,
     Tokens,
     TowerHeads,
     VisionSizes,
-    text_tensors,
+    tower_tensors,
 )
 
+_MARKS = {
+    **{"merger": "embed_vision", "vision_attention": ".self_attn.", "vision_mlp": ".mlp."},
+    "patches": "input_proj",  # it has an adapter only where it is named
+}
 HF_NAMES = HFNames("model.language_model.", "model.", "lm_head.weight")
 _KINDS = ("image", "video", "audio")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -154,29 +156,15 @@ def gemma4_sizes(config: PretrainedConfig) -> ModelSizes:
     ids, audio = (config.image_token_id, config.video_token_id), config.audio_token_id
     pixels = (vision_sizes.patch_values, LARGEST_PIXEL)
     tokens = Tokens(text.vocab, *ids, vision_sizes.merge, _plain_positions, audio, *pixels)
-    tensors = (*_vision_tensors(config), *text_tensors(text, HF_NAMES))
-    head = TensorSpec(HF_NAMES.head, (text.vocab, text.hidden), Part.head, "head")
+    tower = empty_tower(config, torch.device("meta"))
+    tensors = tower_tensors(tower, HF_NAMES.vision, _MARKS, "position_embedding_table")
     tied = bool(config.tie_word_embeddings)
-    tensors = tensors if tied else (*tensors, head)
-    return ModelSizes(text, vision_sizes, tokens, tied, tensors, head, HF_NAMES)
+    return ModelSizes.from_parts(text, vision_sizes, tokens, tied, tensors, HF_NAMES)
 
 
 def _plain_positions(length: int, _: Sequence[PlaceholderRun]) -> Tensor:
     """Return position ids [3, S], which count up for pictures as well."""
     return torch.arange(length).expand(3, -1)
-
-
-def _vision_tensors(config: PretrainedConfig) -> Iterator[TensorSpec]:
-    """Yield the tensors of the tower and its projector, without allocating weights."""
-    groups = {"embed_vision": "merger", ".self_attn.": "vision_attention", ".mlp.": "vision_mlp"}
-    groups["input_proj"] = "patches"  # it has an adapter only where it is named
-    for name, param in empty_tower(config, torch.device("meta")).named_parameters():
-        part = Part.merger if name.startswith("embed_vision") else Part.vision
-        found = [group for mark, group in groups.items() if mark in name and param.dim() == 2]
-        group = found[0] if found else None  # among the LoRA targets
-        full, learns = HF_NAMES.vision + name, param.requires_grad
-        is_table = name.endswith("position_embedding_table")
-        yield TensorSpec(full, tuple(param.shape), part, group, learns, is_table)
 
 
 def build_tower(

@@ -31,20 +31,19 @@ from megatron_vlm.family.qwen.videos import VideoSettings
 from megatron_vlm.family.spec import (
     HFNames,
     ModelSizes,
-    Part,
     PlaceholderRun,
-    TensorSpec,
     TextSizes,
     Tokens,
     TowerHeads,
     TowerInputs,
     VisionSizes,
-    text_tensors,
+    tower_tensors,
 )
 from megatron_vlm.family.tiny import TinyParts
 from megatron_vlm.family.tower_attention import PackedAttention
 from megatron_vlm.io.untrusted import UntrustedFile
 
+_MARKS = {"merger": "merger", "vision_attention": ".attn.", "vision_mlp": ".mlp."}
 HF_NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
 
 TowerClass = Callable[[Any], nn.Module]  # transformers' module, made from its part of the config
@@ -139,23 +138,11 @@ def model_sizes(config: PretrainedConfig, text: TextSizes, make_tower: TowerClas
         mrope_positions,
         patch_values=vision_sizes.patch_values,
     )
-    tensors = (*_vision_tensors(config, make_tower), *text_tensors(text, HF_NAMES))
+    # Hugging Face's own module names the tensors. Its weights are not allocated.
+    tower = _empty_tower(config, make_tower, torch.device("meta"))
+    tensors = tower_tensors(tower, HF_NAMES.vision, _MARKS, "pos_embed.weight")
     tied = bool(config.tie_word_embeddings)
-    head = TensorSpec(HF_NAMES.head, (text.vocab, text.hidden), Part.head, "head")
-    tensors = tensors if tied else (*tensors, head)
-    return ModelSizes(text, vision_sizes, tokens, tied, tensors, head, HF_NAMES)
-
-
-def _vision_tensors(config: PretrainedConfig, make_tower: TowerClass) -> Iterator[TensorSpec]:
-    """Yield the tensors of Hugging Face's own module, without allocating its weights."""
-    marks = {"merger": "merger", ".attn.": "vision_attention", ".mlp.": "vision_mlp"}
-    for name, param in _empty_tower(config, make_tower, torch.device("meta")).named_parameters():
-        part = Part.merger if "merger" in name else Part.vision
-        groups = [group for mark, group in marks.items() if mark in name and param.dim() == 2]
-        group = groups[0] if groups else None  # among the LoRA targets
-        is_table = name == "pos_embed.weight"
-        shape = tuple(param.shape)
-        yield TensorSpec(HF_NAMES.vision + name, shape, part, group, is_table=is_table)
+    return ModelSizes.from_parts(text, vision_sizes, tokens, tied, tensors, HF_NAMES)
 
 
 class LinearPatchEmbed(nn.Module):
