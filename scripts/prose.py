@@ -58,7 +58,7 @@ PLAIN = {
     "but for": "except for, or without",
 }
 _PLAIN = re.compile(r"\b(" + "|".join(map(re.escape, PLAIN)) + r")\b", re.IGNORECASE)
-_LOOSE = re.compile(r"\bfor all [^.;:]* together\b|\bthose of\b[^.;:]*\bthose of\b", re.IGNORECASE)
+_LOOSE = re.compile(r"\bfor all [^.;:]* together\b|\bthose of\b", re.IGNORECASE)
 _DIRECTIVE = re.compile(r"#\s*(noqa|type:|pragma|ruff:|!|-\*-|mypy:|fmt:|nosec)")
 _CODE = re.compile(r"`[^`]*`|\]\([^)]*\)")
 _FENCE = re.compile(r"^\s*(```|~~~)")
@@ -140,7 +140,7 @@ def plain_words(line: int, text: str) -> Iterator[tuple[int, str]]:
     for match in _PLAIN.finditer(text):
         yield line, f"{match[0]!r}: write {PLAIN[match[0].lower()]}"
     for match in _LOOSE.finditer(" ".join(text.split())):
-        yield line, f"{match[0]!r}: say which ones, or write two sentences"
+        yield line, f"{match[0]!r}: join the nouns, or say which ones"
 
 
 def main(names: list[str]) -> int:

@@ -172,7 +172,7 @@ def _eval(args: argparse.Namespace) -> int:
 def _agree(args: argparse.Namespace) -> int:
     """prove that an engine and the trainer see the same
 
-    Send the same prompts to vLLM and to the trainer: those of data.eval or else of data.train, each
+    Send the prompts of data.eval, or else of data.train, to vLLM and to the trainer, each prompt
     up to its last answer. Compare the ids, the grids, the patches, and the log-probs of the tokens
     that the engine drew, in the layout of parallel.*. The exit status is 1 if they differ.
 
@@ -218,7 +218,7 @@ def _plan(args: argparse.Namespace) -> None:
 
     Rank the layouts (TP x PP x DP, layers of each stage, micro-batches, recomputation) by predicted
     tokens per second, with the memory of the fullest rank and the bubble, and draw the pipeline.
-    Rows are like those of data.train, or assumed without it. The command needs no GPU, reads no
+    Rows are like data.train's, or assumed without it. The command needs no GPU, reads no
     weights, and prints its assumptions. With --fit it tries the switches that save memory, too.
 
     example: megatron-vlm plan model.path=DIR data.train=chats.jsonl train.global_batch_size=64

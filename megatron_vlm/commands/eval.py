@@ -63,7 +63,7 @@ def locate(
 ) -> tuple[Config, Path | None]:
     """Return the configuration and the checkpoint to load, which is None for a Hugging Face folder
     or a name on the Hub. `file`: the file of --config; `needs`: a key that must be set; `weights`:
-    whether those of a model on the Hub are needed, too."""
+    whether the weights of a model on the Hub are needed, too."""
     folder = Path(where)
     check_not_a_run(where)
     if _is_hugging_face(where):

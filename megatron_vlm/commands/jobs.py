@@ -127,8 +127,8 @@ def rl(args: argparse.Namespace) -> int:
 
     Reinforcement learning: answers to the prompts of data.train are sampled. A function of yours
     scores them (rl.reward), or an environment responds to them (rl.environment), and better answers
-    become more likely. Run, checkpoints, resume, evaluation, report and export are those of
-    training.
+    become more likely. Run, checkpoints, resume, evaluation, report and export work as
+    in training.
 
     example: megatron-vlm rl rl=grpo rl.reward=rewards.py:score model.path=DIR data.train=asks.jsonl
     train.global_batch_size=32 rl.samples=8 run=runs/rl

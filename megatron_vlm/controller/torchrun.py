@@ -167,8 +167,8 @@ class LocalTransport:
 
 @dataclass(frozen=True, eq=False)
 class SummedLoss:
-    """A request for gradients of a local group's model. They are those of the sum of a loss over a
-    batch, and are added to the gradients since the last optim_step."""
+    """A request for gradients of a local group's model, from the sum of a loss over a batch. They
+    are added to the gradients since the last optim_step."""
 
     group: WorkerGroup
     batch: BatchLike

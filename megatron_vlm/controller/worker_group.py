@@ -215,8 +215,8 @@ class WorkerGroup:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Future[list[list[int]]]:
-        """Generate new tokens for each prompt, as generate.generate does. The other arguments are
-        those of `sample`."""
+        """Generate new tokens for each prompt, as generate.generate does. The other arguments mean
+        the same as in `sample`."""
         settings = SamplingSettings(max_new_tokens, temperature, stop_ids=tuple(stop_ids))
 
         def join(results: list[Any]) -> list[list[int]]:

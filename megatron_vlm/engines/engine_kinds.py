@@ -40,7 +40,7 @@ class EngineSettings:
     lora_vision: bool = False  # whether adapters have parts in the vision tower and its mergers
     options: Mapping[str, Any] = field(default_factory=dict)  # options of this engine alone
     start_s: float = 1800.0  # seconds that the engine may take to load
-    devices: Sequence[str] = ()  # GPUs of each engine; (): one engine, with those of this process
+    devices: Sequence[str] = ()  # GPUs of each engine; (): one engine, on this process's GPUs
     top_k: int = 0  # most likely tokens that a call of `score` may ask for
     is_inspected: bool = False  # whether `inspect` is called
     has_media: bool = False  # whether its prompts are known to have pictures or videos

@@ -52,8 +52,8 @@ class Sampler(Protocol):
     async def update(self, weights: Weights, version: int, interrupt: bool = False) -> None:
         """Sample with other weights from now on, and put their version into each sample. Later
         requests wait for the new weights. Samples in progress finish with the old weights first.
-        With `interrupt` their later tokens are those of the new weights, as if these had computed
-        all tokens before."""
+        With `interrupt` the new weights draw their later tokens, as if they had computed all
+        tokens before."""
 
     async def close(self) -> None:
         """End everything that the sampler started."""

@@ -142,8 +142,8 @@ class VllmSampler:
     ) -> list[Completion]:
         """Sample an answer for each seed. `adapter` is used by this request alone, on top of whole
         weights; its folder must not change. At most `settings.adapters` different adapters are in
-        use at the same time. `hear` receives the tokens while they are drawn, and those of an
-        engine that dies once more from the next one."""
+        use at the same time. `hear` receives the tokens while they are drawn. If an engine
+        dies, `hear` receives its tokens again from the next one."""
         request = self.prompts.request(prompt, settings, seeds)
         if not seeds:
             return []

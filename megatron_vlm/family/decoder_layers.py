@@ -113,7 +113,7 @@ class Attention:
     # A token of an image sees the later tokens of that image, too.
     sees_image: bool = field(default=False, kw_only=True)
     values_are_keys: bool = field(default=False, kw_only=True)  # they are keys before their norm
-    # Operations per token besides the products with weights and those of pairs.
+    # Operations per token besides the products with weights and the operations of pairs.
     flops_per_token: ClassVar[int] = 0
 
     @property
@@ -354,7 +354,7 @@ class LayerSpec:
         yield from self.ffn.params(hidden)
 
     def flops_per_token(self, hidden: int) -> int:
-        """Return the operations per token, without those of pairs of tokens. A multiplication and
+        """Return the operations per token, not counting pairs of tokens. A multiplication and
         an addition count as two."""
         weights = sum(
             prod(tensor.shape)

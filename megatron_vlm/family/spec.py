@@ -236,7 +236,7 @@ class ModelSizes:
         tower: Iterable[TensorSpec],
         names: HFNames,
     ) -> "ModelSizes":
-        """Make the sizes of a model with these tensors of its tower, and those of its text."""
+        """Make the sizes of a model from its tower's tensors and its text model's."""
         head = TensorSpec(names.head, (text.vocab, text.hidden), Part.head, "head")
         tensors = (*tower, *text_tensors(text, names), *(() if tied else (head,)))
         return ModelSizes(text, vision, tokens, tied, tensors, head, names)

@@ -162,7 +162,7 @@ def chart_scripts() -> tuple[str, str]:
 
 
 def chart_css() -> str:
-    """Return the styles that a page with charts needs in addition to those of all pages."""
+    """Return the styles a page with charts needs in addition to the styles of all pages."""
     return (_HERE / "uplot" / "uPlot.min.css").read_text() + (_HERE / "charts.css").read_text()
 
 

@@ -48,7 +48,7 @@ def document(
     scripts: Sequence[str] = (),
     is_served: bool = False,
 ) -> str:
-    """Return a whole page, whose styles begin with those of all pages. Browsers run only `scripts`,
+    """Return a whole page; the styles all pages share come first. Browsers run only `scripts`,
     whose digests the policy names. A page that a server gives `is_served` more by that server."""
     assert not any(re.search(r"</script|<!--|\r", script, re.IGNORECASE) for script in scripts)
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)

@@ -62,7 +62,7 @@ class StepLine:
     memory_gb: float
     skipped: bool = False  # not applied: its loss or gradient was not finite
     empty: bool = False  # not applied: no token of its batch was trained
-    expert_load: float | None = None  # tokens of the busiest expert over those of the mean one
+    expert_load: float | None = None  # tokens of the busiest expert over the mean
     balance_loss: float | None = None  # sum over the routers, without its coefficient
     z_loss: float | None = None  # sum over the routers, without its coefficient
     samples: int | None = None  # samples of the global batch
@@ -115,7 +115,7 @@ class RlLine:
     cut: float  # share of episodes that a limit of length ended
     turns: float  # answers of an episode, mean
     rows: float | None = None  # rows of an episode, mean; 1 unless earlier turns are rewritten
-    reread: float | None = None  # positions of all rows over those of the last rows of episodes
+    reread: float | None = None  # positions of all rows per position of the episodes' last rows
     seen: float | None = None  # KL of a token to the policy without the pictures
     blind: float | None = None  # share of the answers that do not depend on their pictures
     sampling_s: float  # from the first question to the last reward

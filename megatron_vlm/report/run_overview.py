@@ -34,7 +34,7 @@ _MAX_STAGES = 4
 
 @dataclass(frozen=True)
 class StageReport:
-    """Parameters of one stage by their part, with those of adapters apart. They are summed over the
+    """Parameters of one stage by part, with the adapters apart. They are summed over the
     TP ranks of the stage; replicated ones are counted once."""
 
     stage: int

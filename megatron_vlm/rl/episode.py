@@ -69,7 +69,7 @@ class Episode:
     place: int  # place among the episodes of this prompt
     where: str
     record: Mapping[str, Any]
-    opening: Opening = None  # the environment's first messages; None: those of the record
+    opening: Opening = None  # the environment's first messages; None: the record's messages
     said: list[ChatMessage] = field(default_factory=list)  # answers and messages after the opening
     shown: list[Row] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)

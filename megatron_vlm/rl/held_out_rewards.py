@@ -29,7 +29,7 @@ class HeldOutPrompts:
 
     @staticmethod
     def open(run: Run) -> dict[str, DataSet]:
-        """Open the sets of data.eval as prompts. Return those of this rank. A collective."""
+        """Open the sets of data.eval as prompts, and return this rank's sets. A collective."""
         if not needs_held_out_rewards(run.cfg):
             return {}
         sets = {each.name: _open(run, each) for each in run.cfg.data.eval}

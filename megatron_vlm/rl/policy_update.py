@@ -285,7 +285,7 @@ class Values:
 
 
 def join_metrics(parts: Sequence[StepMetrics]) -> StepMetrics:
-    """Combine the metrics of several updates into those of the step."""
+    """Combine the metrics of several updates into the step's metrics."""
     names = list(dict.fromkeys(name for each in parts for name in each.means))
     means = {
         name: fmean(each.means[name] for each in parts if name in each.means) for name in names

@@ -91,7 +91,7 @@ class RankCommands:
     def _draw(
         self, batch: TensorBatch, settings: dict[str, Any], n: int, seeds: Sequence[int]
     ) -> Completions:
-        """Draw the answers, each replica those of its own prompts. This is a collective."""
+        """Draw the answers, each replica for its own prompts. This is a collective."""
         grid, dims, rows = self.worker.grid, self.worker.dims, rows_of(batch)
         local_places = range(grid.dp.rank, len(rows), grid.dp.size)
         completions = self.worker.sample(

@@ -105,8 +105,8 @@ class BegunRollout:
 
 
 class Rollouts:
-    """Source of rollouts on rank 0. During a step, an engine draws those of the next
-    rl.off_policy_steps steps: a step has no token of weights that are older."""
+    """Source of rollouts on rank 0. During a step, an engine draws the rollouts of the next
+    rl.off_policy_steps steps: no token of a step comes from weights older than that."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Rollouts:
 
     def restore(self, checkpoint: Path | None) -> None:
         """Take the answers of a checkpoint, unless some token is older than rl.off_policy_steps
-        allows. Those of another engine do not have the log-probs of the ranks."""
+        allows. Answers of another engine do not have the log-probs of the ranks."""
         if self.in_rounds or checkpoint is None or not (file := checkpoint / ROLLOUTS).is_file():
             return
         for name, answers in json.loads(file.read_text()).items():

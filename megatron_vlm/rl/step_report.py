@@ -78,7 +78,7 @@ def rl_line(
 
 
 def _reread(episodes: Sequence[Episode]) -> float:
-    """Return how often a position is read: those of all rows over those that are different."""
+    """Return how often a position is read: positions of all rows per distinct position."""
     rows = sum(len(part.ids) for each in episodes for part in each.segments)
     last = sum(len(each.segments[-1].ids) for each in episodes)
     return rows / last

@@ -53,7 +53,7 @@ class TrainRow:
     sampler_log_probs_N: Tensor  # log-probs of the drawn tokens, in order
     advantage: float
     weight: float  # weight of each token's loss
-    teacher: int = 0  # place of its teacher among those of teacher.path; -1: none
+    teacher: int = 0  # place of its teacher in teacher.path; -1: none
     # The scores of a teacher's engine [S, 1 + K, 2]: see Engine.score. None: the ranks score.
     teacher_table: Tensor | None = None
     prompt_length: int = 0  # tokens of the row's prompt

@@ -104,7 +104,7 @@ class TurnEncoder:
         self, opening: Conversation, said: Sequence[ChatMessage], shown: Sequence[Row], where: str
     ) -> list[int]:
         """Return the tokens of a conversation up to the start of the next answer, with the answers
-        as text. Its pictures are those of the rows that were shown, and are not read again."""
+        as text. Its pictures come from the rows that were shown, and are not read again."""
         template = self.whole.encoder.renderer.for_chat(opening).template
         turns: list[ChatMessage] = []
         has_calls = True  # the last answer has calls that can be read

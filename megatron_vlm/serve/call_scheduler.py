@@ -59,7 +59,7 @@ class CallScheduler:
         ]
 
     def next_turn(self, calls: Sequence[Call]) -> list[Call]:
-        """Return those of the pending calls that run next, together. If none should run yet, wait a
+        """Return the pending calls that run next, together. If none should run yet, wait a
         moment for more."""
         self.prefetcher.begin(calls)
         ready = [call for call in calls if _is_first(call, calls)]

@@ -74,7 +74,7 @@ class ModelCache:
     def create(
         self, id: str, form: ModelSettings, source: Path | None = None, moments: bool = True
     ) -> None:
-        """Create a model with its initial weights, or with those of a checkpoint."""
+        """Create a model with its initial weights, or with a checkpoint's weights."""
         self._check(form)
         capacity = self.counts["adapters" if form.rank else "full_models"]
         forms = {id: each.form for id, each in self.models.items()}

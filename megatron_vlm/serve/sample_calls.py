@@ -271,7 +271,7 @@ def _targets(fields: Mapping[str, object], length: int, tokens: Tokens) -> Promp
 
 
 def _spread_seed(seed: int) -> int:
-    """Return a number that is far from those of neighbouring seeds, since answer k of a request is
+    """Return a number far from neighbouring seeds' numbers, since answer k of a request is
     drawn with this number + k."""
     digest = hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2

@@ -38,8 +38,8 @@ Json: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings that a model is created with. LoRA rank 0 trains all weights. The last two are those
-    of an uploaded adapter."""
+    """Settings that a model is created with. LoRA rank 0 trains all weights. The last two come
+    from an uploaded adapter."""
 
     rank: int
     seed: int

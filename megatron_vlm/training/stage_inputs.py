@@ -71,7 +71,7 @@ class StageInput:
     visuals: VisualPlan | None = None
     places_N: Tensor | None = None  # supervised places in the flattened [S * B]
     targets: Targets | None = None  # inputs of the head, on the last stage
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # those of targets
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # columns of targets
     rows: "RowInputs | None" = None  # set if a loss reads rows
     number: int = 0  # number of this micro-batch in the step
     routing: Routing | None = None  # set if there are experts

@@ -55,7 +55,7 @@ class Leftovers:
     unknown: list[Setting] = field(default_factory=list)
 
     def add(self, sentence: str, setting: Setting) -> None:
-        """Add a setting to those of a sentence."""
+        """Add a setting to a sentence."""
         self.sentences.setdefault(sentence, []).append(setting)
 
 

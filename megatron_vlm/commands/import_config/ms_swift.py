@@ -206,7 +206,7 @@ def _translate_megatron_rate(t: Translation) -> None:
     put_warmup(t)
 
 
-# `megatron sft`, whose settings are those of Megatron-LM.
+# `megatron sft`, which has Megatron-LM's settings.
 MEGATRON_SWIFT = replace(
     MS_SWIFT,
     defaults=_DEFAULTS

@@ -167,7 +167,7 @@ def _assumptions(plan: Plan) -> list[str]:
 def fit_report(
     plan: Plan, sets: Sequence[FittingSet], costs: Sequence[SwitchCost]
 ) -> sections.Report:
-    """Return the report of sets of switches. `costs` are those of the first set."""
+    """Return the report of sets of switches. `costs` belong to the first set."""
     best = sets[0]
     tiles = [
         (f"{best.best.tokens_per_s:,.0f}", "predicted tokens/s"),

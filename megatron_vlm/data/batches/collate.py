@@ -1,5 +1,5 @@
 """Collation: rows become micro-batches. KTO also needs mismatched rows: a prompt with the answer to
-another prompt. The shapes are those of `micro_batch.py`."""
+another prompt. `micro_batch.py` explains the shapes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -117,7 +117,7 @@ class DataSet:
 
     @property
     def reader(self) -> Reader:
-        """The reader of the first source; those of the others differ in their folders alone."""
+        """The reader of the first source; the other readers differ in their folders alone."""
         return self.readers[0]
 
     def handle(self, number: int) -> Handle:

@@ -1,4 +1,4 @@
-"""Hidden pictures: other patches in the place of those of pictures and videos, which show how far
+"""Hidden pictures: other patches replace the patches of pictures and videos, to show how far
 answers depend on what is seen. Ids, grids and positions stay as they are.
 
 Shapes: P patches, C values of a patch, 3 its channels.

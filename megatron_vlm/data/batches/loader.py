@@ -60,7 +60,7 @@ class BatchFigures:
     images: int
     work: float  # operations of its forward
     patches: int = 0  # patches of all rows
-    shared_patches: int = 0  # those of them that an earlier row of the same micro-batch has, too
+    shared_patches: int = 0  # patches that an earlier row of the same micro-batch has, too
 
     @staticmethod
     def from_plan(sizes: list[RowSize], plan: Plan) -> "BatchFigures":

@@ -214,7 +214,7 @@ class Fields:
         return next(iter(self.take_all(*names).values()), None)
 
     def take_all(self, *names: str) -> dict[str, Any]:
-        """Return those of these keys that are there. They may also be keys without effect."""
+        """Return the keys present, with their values. They may also be keys without effect."""
         self.taken.update(names)
         return {name: self.values[name] for name in names if name in self.values}
 
@@ -311,7 +311,7 @@ class Keys:
         self.check_opened(unknown)
 
     def check_opened(self, unknown: Mapping[str, Unknown] | None = None) -> None:
-        """Refuse these keys, and those of the objects so far that were not read."""
+        """Refuse these keys, and all unread keys of the objects so far."""
         all_unknown = dict(unknown or {})
         for fields in self._opened:
             for key in fields.left():

@@ -274,7 +274,7 @@ def _parse_medium(kind: str, value: Any, fields: Fields, keys: Keys) -> Part:
 
 
 def _check_index(index: Any, kind: str, keys: Keys) -> None:
-    """Check that trl's `index` of a picture is its place among those of the record."""
+    """Check that trl's `index` of a picture is its place among the record's pictures."""
     place = keys.media_parts[kind]
     keys.media_parts[kind] += 1
     if index is not None and (type(index) not in (int, float) or index != place):

@@ -115,7 +115,7 @@ class ReferenceScores:
 
     def table(self, index: Index, where: Callable[[int], str]) -> np.ndarray:
         """Return the log-probs of the answers of each sample [samples, answers], and nan where a
-        sample has fewer. Refuse a sample without scores, or with those of other tokens. `where`
+        sample has fewer. Refuse a sample without scores, or with scores of other tokens. `where`
         names the place of a sample."""
         self.scores.spans(index, where)
         table = np.full((len(index), 2), np.nan)
@@ -143,7 +143,7 @@ class TeacherTargets:
         return TeacherTargets(scores, index.top_k if top_k is None else top_k)
 
     def check(self, index: Index, where: Callable[[int], str]) -> None:
-        """Refuse the first sample of an index that has no targets, or those of another length.
+        """Refuse the first sample of an index without targets, or with targets of another length.
         `where` names the place of a sample."""
         first, last = self.scores.spans(index, where)
         tokens, counts = (
@@ -179,7 +179,7 @@ class TeacherTargets:
         )
 
     def _flat(self) -> np.ndarray:
-        """Return the number of each record among those of all files, in the order of digests."""
+        """Return the number of each record, counted over all files, in the order of digests."""
         starts = np.cumsum([0, *map(len, self.scores.files)])[:-1]
         places = self.scores.places
         flat: np.ndarray = starts[places[:, 0]] + places[:, 1]

@@ -241,7 +241,7 @@ def _names(entry: JsonField) -> FieldNames:
 
 
 def _texts(names: JsonField, known: Mapping[str, str], formatting: str) -> dict[str, str]:
-    """Return our names by those of the data set."""
+    """Return our names by the data set's names."""
     our_columns: dict[str, str] = {}
     for key, field in names.object().items():
         if field.value in (None, ""):

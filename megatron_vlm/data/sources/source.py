@@ -74,7 +74,7 @@ def open_source(
     roles: Mapping[str, Any] = _NOTHING,
 ) -> Source:
     """Open the source of a spec. Its records are located but not read. `image_root`, `columns` and
-    `roles` are those of the configuration, for a spec without its own."""
+    `roles` come from the configuration, for a spec without its own."""
     spec, names = named_source(spec, columns, roles)
     source = _open_unnamed(spec, spec.image_root or image_root, cache)
     check_columns_exist(names, _keys_of_records(source), source.name)

@@ -85,7 +85,7 @@ def _name_errors(where: str, damaged: str) -> AbstractContextManager[None]:
 
 def _check(array: Any) -> None:
     """Raise ArrowInvalid unless every offset, length and string of the array is sound. Only a
-    list's own values are checked, not those of all rows of its batch."""
+    list's own values are checked, not the values of all rows of its batch."""
     array.validate()
     kind = array.type
     if isinstance(kind, pyarrow.BaseExtensionType):

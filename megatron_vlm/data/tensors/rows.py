@@ -54,7 +54,7 @@ def batch_of(rows: Sequence[Row]) -> TensorBatch:
 
 
 def rows_of(batch: TensorBatch, value_names: Sequence[str] = VALUES) -> list[Row]:
-    """Return the rows of a batch, with those of the named values that it has."""
+    """Return the rows of a batch, with the named values it has."""
     if "ids" not in batch or not ("labels" in batch or MASK in batch or "targets" in batch):
         missing, neither = ("ids", "") if "ids" not in batch else ("labels", f", nor is {MASK}")
         raise DataError(

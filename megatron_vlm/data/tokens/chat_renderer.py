@@ -243,7 +243,7 @@ class ChatRenderer:
     @cached_property
     def _longest_token(self) -> int:
         """Bytes that no token exceeds. Where a vocabulary has a character for each byte, they are
-        up to twice those of its longest token."""
+        up to twice the bytes of its longest token."""
         added = (token.content for token in self.tokenizer.added_tokens_decoder.values())
         return max(len(text.encode()) for text in (*self.tokenizer.get_vocab(), *added))
 

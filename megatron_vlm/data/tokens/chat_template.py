@@ -86,7 +86,7 @@ class ChatTemplate:
 
     def _hidden(self, chat: Conversation) -> list[ChatMessage]:
         """Return the answers whose thoughts the template should show, and does not. If a format can
-        write those of the last answer, no template shows them before a question."""
+        write the last answer's thoughts, no template shows thoughts before a question."""
         turns = chat.turns
         if self.chat_format.begin_answer is not None:
             asked = max((n for n, turn in enumerate(turns) if turn.role == "user"), default=-1)
@@ -117,7 +117,7 @@ class ChatTemplate:
 
     @cached_property
     def _shows_reasoning_of_calls(self) -> bool:
-        """True if it shows reasoning before a call, as those of Gemma that show no other."""
+        """True if it shows reasoning before a call, as do Gemma templates that show no other."""
         return self._shows_reasoning_with({"content": "", "tool_calls": [_CALL]})
 
     def _shows_reasoning_with(self, fields: Mapping[str, Any]) -> bool:
@@ -280,7 +280,7 @@ class AnswerOpening:
         where the prompt opens one, or reasoning where the prompt has an empty block."""
         count = len(self.contrary_K)
         starts = np.flatnonzero(ids_S[: max(len(ids_S) - count + 1, 0)] == self.contrary_K[0])
-        # Its first tokens may be those of the prompt, so that only the next one is trained.
+        # Its first tokens may belong to the prompt, so that only the next one is trained.
         return any(
             trained_S[start + count - 1 : start + count + 1].any()
             and np.array_equal(ids_S[start : start + count], self.contrary_K)

@@ -98,7 +98,7 @@ class Completion:
 
 TextOf = Callable[[Sequence[int]], str]
 
-# This many characters at the beginning of a tail may differ from those of the whole answer: the
+# This many characters at the beginning of a tail may differ from the whole answer's: the
 # first bytes of a character may be in earlier tokens, and a decoder may drop a leading space.
 SEAM = 8
 WINDOW = 16  # tokens of a tail

@@ -19,7 +19,7 @@ from megatron_vlm.data.tokens.visuals import pixel_fault
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import Tokens
 
-PROBABILITY_TOLERANCE = 1e-3  # by which a teacher's probabilities may miss 1: those of bf16 do
+PROBABILITY_TOLERANCE = 1e-3  # by which a teacher's probabilities may miss 1: bf16 ones do
 IGNORE = -100  # a label that carries no loss, as in Hugging Face
 
 
@@ -153,7 +153,7 @@ class Row:
 
 def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -> Row:
     """Check images against placeholders and compute positions. Return the row with its table and
-    its columns, those of COLUMNS and the values of these names."""
+    its columns: the ones in COLUMNS and the values of these names."""
     if row.ids_S.shape != row.labels_S.shape or row.ids_S.dim() != 1 or not len(row.ids_S):
         raise DataError(
             f"has shape {tuple(row.labels_S.shape)}, and ids has {tuple(row.ids_S.shape)}",
@@ -261,7 +261,7 @@ def check_ids(ids: np.ndarray, tokens: Tokens, where: str, name: str = "tokens")
 
 
 def _column(row: Row, name: str, targets: np.ndarray, names: Sequence[str], where: str) -> Tensor:
-    """Return the checked values of a column, without those of tokens that are not supervised."""
+    """Return the checked values of a column, without values of tokens that are not supervised."""
     column, given = COLUMNS.get(name, VALUE), row.given(name)
     has_labels, at = row.targets is None, (targets != IGNORE).nonzero()
     count, shape = len(at[0]), () if given is None else tuple(given.shape)

@@ -70,7 +70,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat) -> tupl
 
 
 def stop_ids(folder: Path, ends: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those of the chat format, and those at which
+    """Return the tokens that end an answer: the chat format's, and the tokens at which
     transformers stops."""
     path = folder / "generation_config.json"
     if not os.path.lexists(path):

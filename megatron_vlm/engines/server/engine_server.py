@@ -187,8 +187,8 @@ class Server:
             self.link.refuse(number, f"PromptError: {str(error).splitlines()[0]}")
 
     def score(self, number: int, expected: list[int], top_k: int, **prompt: Any) -> None:
-        """Score the tokens of a prompt. The answer is a table of float64 with the id and the
-        log-prob of each token, and then those of the `top_k` most likely tokens in its place."""
+        """Score the tokens of a prompt. The answer is a table of float64: the id and the log-prob
+        of each token, then of the `top_k` most likely tokens in its place."""
         self.pending[number] = request = PendingRequest(expected, [None], top_k=top_k)
         try:
             name = f"{number}-0"

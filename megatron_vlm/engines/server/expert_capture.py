@@ -1,6 +1,6 @@
 """Experts that vLLM chooses for the tokens of its samples.
 
-With Triton, vLLM has an option that returns them with each answer, also those of cached prefixes.
+With Triton, vLLM has an option that returns them with each answer, also for cached prefixes.
 Without it, on the CPU, that option is missing, but the routers can report each choice: requests
 then run one by one, so that a report belongs to the request in progress.
 

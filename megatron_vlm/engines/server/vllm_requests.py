@@ -127,8 +127,8 @@ def to_vllm_prompt(
 
 def inspect_request(request: Any, model: Any, names: Message) -> tuple[Message, bytes]:
     """Return the ids of vLLM's own request, and the grids, types and shapes of its patches. The
-    values follow as fp32: first all pictures, then all videos. `names` has those of the tower and
-    of its inputs."""
+    values follow as fp32: first all pictures, then all videos. `names` names the tower and its
+    inputs."""
     import torch
 
     about: Message = {"ids": list(request.prompt_token_ids), "image": [], "video": []}

@@ -2,8 +2,8 @@
 
 This file needs only Python's standard library. A piece is what the memory holds at a time: a list
 of parts {"name", "dtype", "shape", "bytes", "start", "offset", "count"}. A part is `count` bytes
-that lie in the memory from `offset` on. They are those of a tensor of `bytes` bytes from `start`
-on. Tensors arrive one after the other, each from its beginning to its end.
+that lie in the memory from `offset` on. In the tensor, of `bytes` bytes, they
+begin at `start`. Tensors arrive one after the other, each from its beginning to its end.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ class TensorAssembly:
 
     def __init__(self, memory: Any, allocate: Callable[[int], Any]):
         self.memory, self.allocate = memory, allocate
-        self.values: Any = None  # those of the tensor that arrives
+        self.values: Any = None  # values of the tensor that arrives
         self.filled = 0
 
     def take(self, parts: list[Message]) -> Iterator[tuple[Message, Any]]:

@@ -40,8 +40,8 @@ def _is_rotary(value: Any, rope_type: str, *more: str) -> bool:
 
 
 def _fits_layers(value: Any) -> bool:
-    """Return whether the fields of single layers are those of their heads: transformers holds them
-    as an object, and config.json by the number of the layer."""
+    """Return whether single layers override only the fields of their heads: transformers holds
+    the overrides as an object, and config.json by the number of the layer."""
     layers = getattr(value, "per_layer_overrides", value)
     return isinstance(layers, Mapping) and all(
         isinstance(own, Mapping)

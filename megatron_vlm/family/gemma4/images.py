@@ -1,5 +1,5 @@
-"""Pictures of Gemma 4 as patches, bit for bit those of Hugging Face's processor where torchvision
-is installed. Its other processor, for Pillow, rounds differently.
+"""Pictures of Gemma 4 as patches, bit for bit as Hugging Face's processor makes them where
+torchvision is installed. Its other processor, for Pillow, rounds differently.
 
 Every picture is resized to as many tokens as the checkpoint's budget allows, so small ones are
 enlarged and `min_pixels` has no meaning.
@@ -118,8 +118,8 @@ class Gemma4Images:
         return self.split(resize_frame(np.asarray(image), *size).transpose(1, 2, 0))
 
     def split(self, pixels_HW3: np.ndarray) -> np.ndarray:
-        """Return the patches [P, C] of a resized picture. Those of one token are adjacent, and in a
-        patch the values of a colour."""
+        """Return the patches [P, C] of a resized picture. The patches of one token are adjacent,
+        and so are the values of a colour in a patch."""
         side, merge = self.patch_size, self.pooling_kernel_size
         height, width, _ = pixels_HW3.shape
         shape = (height // side // merge, merge, side, width // side // merge, merge, side, 3)

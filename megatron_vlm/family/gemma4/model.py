@@ -1,17 +1,21 @@
 """Gemma 4 in the forms of 31B and 26B-A4B: without per-layer embeddings, layers that share keys,
-and audio."""
+and audio.
 
+Shapes: F frames, P patches, C values of a patch, 2 the axes x, y."""
+
+import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_vlm.family.decoder_layers import FeedForward, ProportionalRoPE
+from megatron_vlm.family.engine_prompt import Decode, EnginePrompt
 from megatron_vlm.family.family import Family
 from megatron_vlm.family.field_rules import refuse_other_model
 from megatron_vlm.family.gemma4.chat import CHAT
-from megatron_vlm.family.gemma4.engine_prompt import ENGINE_PROMPT
 from megatron_vlm.family.gemma4.fields import GEMMA4_FIELDS
 from megatron_vlm.family.gemma4.images import LARGEST_PIXEL, Gemma4Images, unpad
 from megatron_vlm.family.gemma4.layer_kinds import (
@@ -23,6 +27,7 @@ from megatron_vlm.family.gemma4.layer_kinds import (
 from megatron_vlm.family.gemma4.tiny import TINY
 from megatron_vlm.family.gemma4.tower import empty_tower, tower_inputs
 from megatron_vlm.family.gemma4.videos import Gemma4Videos
+from megatron_vlm.family.images import ImageReader
 from megatron_vlm.family.spec import (
     HFNames,
     ModelSizes,
@@ -33,6 +38,7 @@ from megatron_vlm.family.spec import (
     VisionSizes,
     tower_tensors,
 )
+from megatron_vlm.family.video_plan import Grid
 
 _MARKS = {
     **{"merger": "embed_vision", "vision_attention": ".self_attn.", "vision_mlp": ".mlp."},
@@ -41,6 +47,8 @@ _MARKS = {
 HF_NAMES = HFNames("model.language_model.", "model.", "lm_head.weight")
 _KINDS = ("image", "video", "audio")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_TIME = re.compile(r" ?(\d\d+):(\d\d) ")
+_LONGEST = 16  # tokens of the time before a video's first frame, at most
 
 
 def _fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
@@ -147,7 +155,7 @@ def gemma4_sizes(config: PretrainedConfig) -> ModelSizes:
         megapixel=256 * vision.pooling_kernel_size**2,  # pictures of all sizes have about as many
         merge=vision.pooling_kernel_size,
         deepstack=0,
-        # transformers' norms compute in fp32: four of a block, and those of the heads.
+        # transformers' norms compute in fp32: the four norms of a block, and its heads' norms.
         block_values=3 * width + 4 * query + 4 * vision.intermediate_size,
         fp32_values=8 * width + 5 * query,
         merger_values=(2 * width + text.hidden) // vision.pooling_kernel_size**2,
@@ -172,6 +180,57 @@ def build_tower(
 ) -> nn.Module:
     """Build the tower with unset weights, which loading fills."""
     return empty_tower(config, device, recompute)
+
+
+# Prompts for vLLM have one placeholder for each picture and video, without the marks around it,
+# which vLLM writes itself.
+
+
+def _video_start(ids: list[int], first_frame: int, min_start: int, decode: Decode) -> int:
+    last = first_frame - 1  # the first frame's mark
+    shortest = range(last - 1, max(min_start, last - _LONGEST) - 1, -1)
+    return next((i for i in shortest if _TIME.fullmatch(decode(ids[i:last]))), last)
+
+
+def _unfold(patches_FPC: Tensor, places: list[int], merge: int) -> tuple[Grid, Tensor]:
+    """Return the grid and the patches as the tower's first product reads them, with the patches
+    of a token adjacent. The processor pads them to the same number, at places of -1."""
+    patches_FPC = patches_FPC.view(-1, *patches_FPC.shape[-2:])
+    places_FP2 = torch.tensor(places).view(*patches_FPC.shape[:2], 2)
+    width, height = (places_FP2[0].amax(0) + 1).tolist()
+    by_token = torch.arange(height * width).view(height // merge, merge, width // merge, merge)
+    order, frames = by_token.transpose(1, 2).flatten(), []
+    for patches_PC, (x_P, y_P) in zip(patches_FPC, places_FP2.transpose(1, 2), strict=True):
+        is_real_P = x_P >= 0
+        rows = (y_P * width + x_P)[is_real_P].argsort()
+        frames.append(patches_PC[is_real_P][rows][order])
+    return (len(frames), height, width), 2 * (torch.cat(frames) - 0.5)
+
+
+def _args(images: ImageReader) -> dict[str, Any]:
+    # vLLM plans its memory with this field, and not with the budget of the processor.
+    return {"hf_overrides": {"vision_config": {"default_output_length": images.most_tokens}}}
+
+
+ENGINE_PROMPT = EnginePrompt(
+    video_start=_video_start,
+    time=_TIME,
+    time_example="'00:01 '",
+    unit=60,
+    fps=1.0,
+    marks=(CHAT.marks.start, CHAT.marks.end),
+    processor={"do_resize": False},
+    names={
+        "image": ("pixel_values", "pixel_position_ids"),
+        "video": ("pixel_values_videos", "pixel_position_ids_videos"),
+    },
+    tower="vision_tower",
+    unfold=_unfold,
+    args=_args,
+    fault_on_cpu="vLLM's attention on a CPU hides the later tokens of a picture from its earlier "
+    "ones, which Gemma 4 shows them: without an error, it would draw from another model",
+    fault_of_adapters="in layers whose values are their keys, vLLM adapts the keys alone",
+)
 
 
 GEMMA4 = Family(

@@ -133,7 +133,7 @@ def tiny_config(spec: TinySpec, tokenizer: GemmaTokenizer) -> PretrainedConfig:
 
 
 def _heads(spec: TinySpec) -> dict[str, int]:
-    """Return the heads of sliding layers, and those of full ones, which are wider and fewer."""
+    """Return the heads of sliding layers, and the wider and fewer heads of full layers."""
     return dict(
         head_dim=spec.head_dim,
         num_key_value_heads=min(2 * spec.kv_heads, spec.heads),

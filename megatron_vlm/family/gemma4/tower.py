@@ -124,7 +124,7 @@ def empty_tower(
 
 def tower_inputs(tower: nn.Module, grid_I3: Tensor) -> tuple[TowerInputs, TowerInputs]:
     """Return the lengths of images and frames on the host, and for the device their starts and the
-    positions (x, y) of the patches, of which those of one token are adjacent."""
+    positions (x, y) of the patches. The patches of one token are adjacent."""
     merge = tower.merge
     assert isinstance(merge, int)
     positions, lengths = [], []

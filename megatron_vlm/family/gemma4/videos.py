@@ -1,5 +1,5 @@
-"""Videos of Gemma 4 as patches, value for value those of Hugging Face's processor: 32 frames, each
-a picture of its own with a small budget of tokens.
+"""Videos of Gemma 4 as patches, value for value as Hugging Face's processor makes them: 32 frames,
+each a picture of its own with a small budget of tokens.
 
 Shapes: P patches, C values of a patch (side x side x 3 colours)."""
 

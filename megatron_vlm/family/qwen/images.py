@@ -1,4 +1,4 @@
-"""Qwen's pictures as patches, bit for bit those of Hugging Face's processor.
+"""Qwen's pictures as patches, bit for bit as Hugging Face's processor makes them.
 
 Shapes: P patches, C values of a patch (3 colours x frames x side x side)."""
 

@@ -1,9 +1,10 @@
 """Parts that all of Qwen's vision-language models share: checks of the fields of config.json, names
-of tensors, the tower and the positions.
+of tensors, the tower, the positions, and prompts for vLLM.
 
 Shapes: S tokens of a row, P patches, C values of a patch, 3 the axes time, height, width.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,10 +23,10 @@ from transformers.vision_utils import (
 )
 
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.engine_prompt import Decode, EnginePrompt
 from megatron_vlm.family.family import Family
 from megatron_vlm.family.field_rules import Checks, ModelFields, refuse_other_model
 from megatron_vlm.family.qwen.chat import CHAT
-from megatron_vlm.family.qwen.engine_prompt import ENGINE_PROMPT
 from megatron_vlm.family.qwen.images import ImageSettings
 from megatron_vlm.family.qwen.videos import VideoSettings
 from megatron_vlm.family.spec import (
@@ -52,7 +53,7 @@ TowerClass = Callable[[Any], nn.Module]  # transformers' module, made from its p
 def check_fields(
     config: PretrainedConfig, known: ModelFields, checks: Callable[[PretrainedConfig], Checks]
 ) -> None:
-    """Refuse a config.json of another model. `checks` are those of one family."""
+    """Refuse a config.json of another model. `checks` come from one family."""
 
     def all_checks() -> Checks:
         yield from _text_fits(config)
@@ -228,6 +229,31 @@ def mrope_positions(length: int, runs: Sequence[PlaceholderRun]) -> Tensor:
         position += max(run.height, run.width)
         cursor = end
     return positions_3S
+
+
+# Prompts for vLLM have one placeholder for each picture and video.
+
+
+def _video_start(ids: list[int], first_frame: int, min_start: int, _: Decode) -> int:
+    """Return the place of the time, which is after the bracket that opens the whole video."""
+    inner = first_frame - 1
+    places = (i for i in range(inner - 1, min_start - 1, -1) if ids[i] == ids[inner])
+    return next(places, inner) + 1
+
+
+ENGINE_PROMPT = EnginePrompt(
+    video_start=_video_start,
+    time=re.compile(r"<(\d+)\.(\d) seconds>"),
+    time_example="<0.5 seconds>",
+    unit=10,
+    fps=10.0,  # frames are numbered in tenths of a second, like the times in prompts
+    processor={"do_resize": False},
+    names={
+        "image": ("pixel_values", "image_grid_thw"),
+        "video": ("pixel_values_videos", "video_grid_thw"),
+    },
+    tower="visual",
+)
 
 
 def make_family(

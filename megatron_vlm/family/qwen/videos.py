@@ -1,4 +1,4 @@
-"""Qwen's videos as patches, value for value those of Hugging Face's processor.
+"""Qwen's videos as patches, value for value as Hugging Face's processor makes them.
 
 Shapes: P patches, C values of a patch (3 channels x frames x side x side)."""
 
@@ -92,7 +92,7 @@ class VideoSettings(PatchSizes):
         options: VideoOptions = VideoOptions(),
     ) -> VideoPlan:
         """Choose frames and their size. sample=False takes every frame, as Hugging Face does with
-        do_sample_frames=False when it receives frames. `options` are those of the record."""
+        do_sample_frames=False when it receives frames. `options` come from the record."""
         fps = info.rate(where)
         first, length = _clip(info, options, where)
         count = _count(length, fps, self, options, where) if sample else length

@@ -233,7 +233,7 @@ def sample_cards(
     yield from _notes(samples)
     all_prompts = [prompt for prompts in samples.steps.values() for prompt in prompts]
     cards = _Cards([each.reward for prompt in all_prompts for each in prompt.episodes])
-    # Pictures of steps that are open come first, because those of other steps may find no room.
+    # Pictures of open steps come first, because the pictures of other steps may find no room.
     ends = [*dict.fromkeys([*samples.steps][-1:] + [*samples.steps][:1])]
     order = [*ends, *(step for step in samples.steps if step not in ends)]
     cards_by_step = {step: cards.step(step, samples.steps[step], step in ends) for step in order}

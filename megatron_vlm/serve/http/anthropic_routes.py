@@ -48,7 +48,7 @@ router = APIRouter(route_class=route_with(anthropic_error))
 
 @router.post("/messages/count_tokens")
 async def count_tokens(request: Request, chats: Chats, context: Context, key: Key) -> Json:
-    """Return the number of tokens of messages, with those of their pictures."""
+    """Return the number of tokens of messages, image tokens included."""
     form = await read_form(context, request, AnthropicForm)
     return {"input_tokens": len((await _question(chats, key, form)).prompt.ids)}
 

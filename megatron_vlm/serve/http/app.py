@@ -58,8 +58,8 @@ def make_app(
     """Build the HTTP application of the service. `gauges` is a dict that the service updates; it is
     read whenever a client requests the metrics. With `texts` it has the routes of OpenAI's and
     Anthropic's clients, for prompts and answers of `longest` tokens together, and with `adapters`
-    those of uploads. Without keys, everybody who reaches the server may do everything; FrontServer
-    then accepts only loopback addresses."""
+    the upload routes. Without keys, everybody who reaches the server may do everything;
+    FrontServer then accepts only loopback addresses."""
     metrics = Metrics()
     journal.listen(metrics.count_completed)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)

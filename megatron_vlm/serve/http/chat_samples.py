@@ -279,8 +279,8 @@ class ChatSamples:
         return replace(call, request_id=request_id, body=b"")
 
     def _content(self, body: Mapping[str, Any], ends: int) -> bytes:
-        """Return the content of a call. The limit on stop strings is for those of the client, in
-        addition to the tokens that end an answer."""
+        """Return the content of a call. The limit on stop strings counts only the client's; the
+        tokens that end an answer come on top."""
         content, limits = json.dumps(body).encode(), self.context.limits
         try:
             form = schemas.SampleForm.model_validate_json(content)

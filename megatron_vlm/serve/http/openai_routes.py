@@ -41,7 +41,7 @@ def error_body(error: HttpError) -> Json:
 
 
 def usage(prompt: int, drawn: int) -> Json:
-    """Return the tokens of a request, with those of pictures and those that end answers."""
+    """Return a request's token counts, image and end tokens included."""
     return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
 
@@ -214,7 +214,7 @@ class _Whole:
 
 
 async def _chat_events(whole: _Whole, growing: GrowingReplies) -> AsyncIterator[str]:
-    """Yield the events of a stream. Those of all choices have the same id and time."""
+    """Yield the events of a stream. The events of all choices have the same id and time."""
     first = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     for index in range(whole.question.num_answers):
         yield whole.chunk({"index": index, **first})

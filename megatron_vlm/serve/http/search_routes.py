@@ -222,7 +222,7 @@ async def copy_weights(request: Request, context: Context, key: Key) -> Answer:
 
 @router.get("/billing/usage/checkpoints/current")
 async def current_usage(context: Context, key: Key, project_id: str = PROJECT) -> Answer:
-    """Return the number of checkpoints of this key and their bytes, those of copies once."""
+    """Return the number of this key's checkpoints and their bytes; bytes of copies count once."""
     if project_id != PROJECT:
         raise HttpError(422, f"project_id: this server has one project, {PROJECT}; leave it out")
     records = context.journal.checkpoints(key)

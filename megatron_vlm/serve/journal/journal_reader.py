@@ -55,7 +55,7 @@ class JournalReader:
         """The folder of the run; all folders that the journal names are inside it."""
         return self._store.run
 
-    # -- sessions, models, sampling sessions and checkpoints: all, or those of a key, newest first
+    # -- sessions, models, sampling sessions and checkpoints: all, or one key's, newest first
 
     def sessions(self, key: str | None = None) -> list[Session]:
         return self._records(Session, _OF_KEY, key)
@@ -91,7 +91,7 @@ class JournalReader:
     def checkpoints(
         self, key: str | None = None, model: str | None = None
     ) -> list[NamedCheckpoint]:
-        """Return the checkpoints that have not expired, optionally only those of a model."""
+        """Return the checkpoints that have not expired, optionally only one model's checkpoints."""
         where = f"{_OF_KEY} AND coalesce(model = ?, 1) AND {_UNEXPIRED}"
         return self._records(NamedCheckpoint, where, key, model, time.time())
 
