@@ -10,8 +10,8 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch as TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList as TensorList
 from megatron_vlm.data.tokens.completions import Completion as Completion
 from megatron_vlm.data.tokens.completions import SamplingSettings as SamplingSettings
+from megatron_vlm.data.tokens.reader import RowMaker as RowMaker
 from megatron_vlm.data.tokens.row import Row as Row
-from megatron_vlm.data.tokens.row_maker import RowMaker as RowMaker
 from megatron_vlm.data.tokens.visuals import make_visuals as make_visuals
 from megatron_vlm.engines.engine_kinds import EngineSettings as EngineSettings
 from megatron_vlm.engines.sampler import Adapter as Adapter

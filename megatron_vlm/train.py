@@ -19,7 +19,7 @@ from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import rank_of_process, run_process, world_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.export_folder import check_push
-from megatron_vlm.run.log_sinks import check_sinks
+from megatron_vlm.run.log import check_sinks
 from megatron_vlm.run.saved_config import check_unnamed, with_model
 from megatron_vlm.training.lr_schedule import lr_at
 from megatron_vlm.training.preflight import check_run

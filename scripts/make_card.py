@@ -33,7 +33,7 @@ from verification_card import (
     write_card,
 )
 
-from megatron_vlm.commands.machine_facts import installed_version
+from megatron_vlm.commands.doctor import installed_version
 from megatron_vlm.report.bench_table import read_benchmark
 
 # How the step `families` of `make gpu` calls a family; `parity` has all figures of Qwen3-VL.

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_vlm.commands.machine_facts import installed_version
+from megatron_vlm.commands.doctor import installed_version
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "verified.md"
 PACKAGES = ("megatron-core", "torch", "transformers", "tokenizers", "numpy", "datasets", "ray")

@@ -4,8 +4,8 @@ asks `megatron-vlm completion --line LINE` what may follow."""
 import argparse
 from collections.abc import Iterator, Mapping
 
-from megatron_vlm.config.group_values import group_names
 from megatron_vlm.config.key_docs import recipe_names
+from megatron_vlm.config.key_hints import group_names
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import ConfigError
 

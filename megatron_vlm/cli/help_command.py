@@ -96,7 +96,7 @@ def explain_command_or_key(root: argparse.ArgumentParser, commands: Commands, to
     if not topic:
         root.print_help()
     elif topic in commands:
-        from megatron_vlm.config.group_values import group_names
+        from megatron_vlm.config.key_hints import group_names
 
         commands[topic].print_help()
         if topic in group_names():

@@ -158,7 +158,7 @@ def _eval(args: argparse.Namespace) -> int:
         cfg, checkpoint = locate(where, args.overrides, file, weights=not args.dry_run)
         check_run(cfg, args.gpus)
         if args.dry_run:
-            from megatron_vlm.commands.dry_run.eval_dry_run import eval_dry_run
+            from megatron_vlm.commands.dry_run.command import eval_dry_run
 
             return eval_dry_run(cfg, checkpoint, args.predictions, args.gpus, args.memory)
         arguments = [where, *with_commit(arguments, cfg)]

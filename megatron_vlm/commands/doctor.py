@@ -1,15 +1,26 @@
 """`megatron-vlm doctor`: what this machine can run, and how to install what is missing. Each check
-is a pure function of facts. machine_facts.py finds them, and not even torch needs to be there."""
+is a pure function of facts about the machine. A package may be missing, or installed and broken;
+not even torch needs to be there."""
 
+import datetime
+import importlib
+import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -17,7 +28,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_vlm.commands import machine_facts
 from megatron_vlm.errors import ConfigError, DataError, show_value
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of, pin
@@ -27,6 +37,138 @@ from megatron_vlm.training.preflight import check_model
 
 if TYPE_CHECKING:
     from megatron_vlm.distributed.device import Gpu
+
+_MODULES = {
+    "flash-linear-attention": "fla",
+    "megatron-core": "megatron.core",
+    "transformer-engine": "transformer_engine.pytorch",
+    "pillow": "PIL",
+    "protobuf": "google.protobuf",
+    "hydra-core": "hydra",
+}
+_TALK_S = 20.0
+_START_S = 60.0  # seconds in which two processes must import torch
+_TALK = (
+    "import sys; from megatron_vlm.commands.doctor import talk_over_gloo; "
+    "talk_over_gloo(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))"
+)
+
+
+def requirements(extras: Container[str]) -> list[tuple[str, Requirement]]:
+    """Return (extra, requirement) from the checkout's pyproject.toml, which may be newer than an
+    editable installation, or from the installed package. The extra "" marks packages that every run
+    needs."""
+    if (project := _pyproject()) is not None:
+        groups = {"": project["dependencies"], **project["optional-dependencies"]}
+        pairs = [(extra, Requirement(text)) for extra, lines in groups.items() for text in lines]
+    else:
+        pairs = []
+        for text in importlib.metadata.requires("megatron_vlm") or []:
+            extra = re.search(r"extra == ['\"](\w+)", text)
+            pairs.append((extra[1] if extra else "", Requirement(text)))
+    return [
+        (extra, requirement)
+        for extra, requirement in pairs
+        if (extra == "" or extra in extras)
+        and (requirement.marker is None or requirement.marker.evaluate({"extra": extra}))
+    ]
+
+
+def python_range() -> SpecifierSet:
+    """Return the range of requires-python."""
+    if (project := _pyproject()) is not None:
+        return SpecifierSet(project["requires-python"])
+    return SpecifierSet(importlib.metadata.metadata("megatron_vlm")["Requires-Python"])
+
+
+def _pyproject() -> dict | None:
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    if not path.is_file():
+        return None
+    project = tomllib.loads(path.read_text())["project"]
+    return project if project["name"] == "megatron_vlm" else None
+
+
+def installed_version(name: str) -> str | None:
+    """Return the installed version of a distribution."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def import_problem(name: str) -> str | None:
+    """Return why a module cannot be imported, such as a missing CUDA library; None if it can."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            importlib.import_module(_MODULES.get(name, name.replace("-", "_")))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def driver_version() -> str | None:
+    """Return the version that nvidia-smi reports; None without a driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TALK_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None
+
+
+def cache_folder() -> Path:
+    """Return the default of data.cache_dir, or the home folder if the schema cannot be imported."""
+    try:
+        from megatron_vlm.config.schema import DataConfig
+    except ImportError:
+        return Path.home()
+    return Path(DataConfig().cache_dir or ".").expanduser()
+
+
+def gloo_problem(program: str = _TALK, start_s: float = _START_S) -> str | None:
+    """Start two processes that communicate; return why they could not, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", program, f"{folder}/store"]
+        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        processes = [
+            subprocess.Popen([*command, str(rank), str(_TALK_S)], **pipes, text=True)
+            for rank in (0, 1)
+        ]
+        end = time.monotonic() + start_s + _TALK_S
+        problems = []
+        for process in processes:
+            try:
+                stderr = process.communicate(timeout=max(0.1, end - time.monotonic()))[1]
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                problems.append(f"no answer within {start_s + _TALK_S:g} s")
+                continue
+            if process.returncode:
+                problems.append((stderr.strip() or "no message").splitlines()[-1])
+    return problems[0] if problems else None
+
+
+def talk_over_gloo(store: str, rank: int, timeout_s: float) -> None:
+    """Communicate with the other one of two processes."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_vlm.distributed.job_store import stay_on_this_machine
+
+    stay_on_this_machine()  # as a job of one machine does
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout
+    )
+    value = torch.tensor([rank + 1.0])
+    dist.all_reduce(value)
+    dist.destroy_process_group()
+    if value.item() != 3:
+        sys.exit(f"1 + 2 came out as {value.item():g}")
+
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
 _COLOURS = {OK: "green", WARNING: "yellow", MISSING: "red"}
@@ -96,15 +238,15 @@ def checks_table(checks: Sequence[Check]) -> Table:
 
 def all_checks() -> Iterator[Check]:
     """Yield the checks of this machine, in the order in which one would fix them."""
-    yield python_check(platform.python_version(), machine_facts.python_range())
-    for extra, requirement in machine_facts.requirements(EXTRAS):
-        version = machine_facts.installed_version(requirement.name)
-        problem = None if version is None else machine_facts.import_problem(requirement.name)
+    yield python_check(platform.python_version(), python_range())
+    for extra, requirement in requirements(EXTRAS):
+        version = installed_version(requirement.name)
+        problem = None if version is None else import_problem(requirement.name)
         yield package_check(extra, requirement, version, problem)
-    version = machine_facts.installed_version("torchvision")
-    problem = None if version is None else machine_facts.import_problem("torchvision")
+    version = installed_version("torchvision")
+    problem = None if version is None else import_problem("torchvision")
     yield torchvision_check(version, problem)
-    if machine_facts.import_problem("torch") is None:
+    if import_problem("torch") is None:
         from megatron_vlm.distributed.device import (
             find_gpus,
             find_unseen_gpu,
@@ -113,19 +255,19 @@ def all_checks() -> Iterator[Check]:
         )
 
         gpus = find_gpus()
-        driver = machine_facts.driver_version()
+        driver = driver_version()
         if (sign := None if gpus else find_unseen_gpu()) is None:
             yield from gpu_checks(gpus, driver, nccl_version())
         else:
             yield unseen_gpu_check(sign, driver, why_unseen())
-        yield gloo_check(machine_facts.gloo_problem(), bool(gpus))
+        yield gloo_check(gloo_problem(), bool(gpus))
         compilers = map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))
         yield compiler_check(next(filter(None, compilers), None), bool(gpus))
     else:
         yield Check("GPU and gloo", MISSING, "cannot be checked without torch")
     shm = Path("/dev/shm")
     yield shm_check(shutil.disk_usage(shm).free if shm.is_dir() else None)
-    for key, folder in (("data.cache_dir", machine_facts.cache_folder()), ("run", Path.cwd())):
+    for key, folder in (("data.cache_dir", cache_folder()), ("run", Path.cwd())):
         place = next(path for path in (folder, *folder.parents) if path.is_dir())
         writable = os.access(place, os.W_OK)
         yield disk_check(key, folder, shutil.disk_usage(place).free, writable)

@@ -121,7 +121,7 @@ def _with_adapter(folder: Path, overrides: Sequence[str], file: ConfigFile | Non
     """Return the configuration with an adapter, and with the base model that it names unless
     `overrides` name another one. Its base is quantized as it was in training, unless they say
     otherwise."""
-    from megatron_vlm.lora.peft_config import base_of, lora_of
+    from megatron_vlm.lora.peft_folder import base_of, lora_of
 
     keys = given_keys(overrides)
     given = sorted(key for key in keys if key.partition(".")[0] == "lora")

@@ -11,7 +11,7 @@ from megatron_vlm.config.key_docs import listing
 from megatron_vlm.config.unused_keys import check_used
 from megatron_vlm.distributed.process import print_to_user, rank_of_process
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.run.log_sinks import check_sinks
+from megatron_vlm.run.log import check_sinks
 from megatron_vlm.run.run_folder import check_folder
 from megatron_vlm.run.saved_config import check_unnamed, saved_config, with_commit, with_model
 from megatron_vlm.training.preflight import check_run
@@ -206,7 +206,7 @@ def serve(args: argparse.Namespace) -> int:
     check_run(cfg, args.gpus)
     saved = saved_config(Path(cfg.run))
     if args.dry_run:
-        from megatron_vlm.commands.dry_run.serve_dry_run import serve_dry_run
+        from megatron_vlm.commands.dry_run.rl_dry_run import serve_dry_run
 
         return serve_dry_run(with_model(cfg, False, saved), args.gpus, args.memory)
     cfg = with_model(cfg, saved=saved)

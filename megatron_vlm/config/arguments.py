@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, NoReturn
 
 from megatron_vlm.config.config_file import ConfigFile, add_config_option, chosen_file
-from megatron_vlm.config.group_values import setting_of_word
-from megatron_vlm.config.key_hints import option_error
+from megatron_vlm.config.key_hints import option_error, setting_of_word
 from megatron_vlm.errors import ConfigError, show_value
 from megatron_vlm.secret_text import hide_secrets
 

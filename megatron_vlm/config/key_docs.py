@@ -19,8 +19,9 @@ from omegaconf import MISSING
 from megatron_vlm.config import schema
 from megatron_vlm.config.bounds import ranges_of
 from megatron_vlm.config.data_sources import EvalSource, SourceSpec
-from megatron_vlm.config.group_values import config_dir, group_names
 from megatron_vlm.config.key_hints import (
+    config_dir,
+    group_names,
     hint_sentence,
     names_elsewhere,
     related_names,

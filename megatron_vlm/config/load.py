@@ -20,13 +20,17 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, Vali
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from megatron_vlm.config.checks import check_values
-from megatron_vlm.config.config_file import ConfigFile, version_remedy
+from megatron_vlm.config.config_file import MAX_YAML_DEPTH, ConfigFile, version_remedy
 from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
-from megatron_vlm.config.group_values import config_dir, group_names, recipe_error, recipes_of
-from megatron_vlm.config.key_hints import unknown_key_error
+from megatron_vlm.config.key_hints import (
+    config_dir,
+    group_names,
+    recipe_error,
+    recipes_of,
+    unknown_key_error,
+)
 from megatron_vlm.config.schema import MAPPINGS, Config, get, key_types, setting_types
 from megatron_vlm.config.searched_keys import without_given
-from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, gather_errors, show_choices, show_value
 from megatron_vlm.io.hub import beside_run
 from megatron_vlm.io.untrusted import UntrustedFile

@@ -17,7 +17,7 @@ from megatron_vlm.controller.worker_group import (
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tokens.completions import Completion, Pieces, SamplingSettings
 from megatron_vlm.errors import MegatronVLMError
-from megatron_vlm.training.continuous_batching import Decoder
+from megatron_vlm.training.generate import Decoder
 
 
 @dataclass(frozen=True)

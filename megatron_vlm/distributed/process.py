@@ -1,4 +1,5 @@
-"""Process of a job: its exit status, its errors in one sentence, and its number of restarts."""
+"""Process of a job: its exit status, its errors in one sentence, and its number of restarts; and
+programs in the Python of another environment, such as the one that has vLLM."""
 
 import atexit
 import contextlib
@@ -6,6 +7,7 @@ import hashlib
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -176,3 +178,31 @@ def print_to_user(text: str) -> None:
     """Print a message to the user on stderr. It may quote paths and records, which are
     untrusted, and arguments, in which there may be secrets."""
     print(f"megatron-vlm: {escape_controls(hide_secrets(text))}", file=sys.stderr, flush=True)
+
+
+class CannotStartError(Exception):
+    """A reason why a Python gives no answer."""
+
+
+def environment_elsewhere(*prefixes: str) -> dict[str, str]:
+    """Return the variables for another Python, without its like and those with a prefix."""
+    unfit = ("PYTHON", *prefixes)
+    return {name: value for name, value in without_job().items() if not name.startswith(unfit)}
+
+
+def output_of(python: str, program: str, patience_s: float) -> str | None:
+    """Return what a program prints in another Python; None if it fails. Raise CannotStartError if
+    there is no such Python, or it does not answer in time."""
+    try:
+        done = subprocess.run(
+            [python, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=patience_s,
+            env=environment_elsewhere(),
+        )
+    except OSError as error:
+        raise CannotStartError(error.strerror) from error
+    except subprocess.TimeoutExpired as error:
+        raise CannotStartError("it does not answer") from error
+    return None if done.returncode else done.stdout.strip()

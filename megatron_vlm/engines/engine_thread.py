@@ -15,8 +15,7 @@ from megatron_vlm.config.schema import EngineConfig
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.rank0 import result_of
 from megatron_vlm.engines.engine_kinds import EngineSettings, engine_for
-from megatron_vlm.engines.processed_prompt import describe_difference
-from megatron_vlm.engines.sampler import Engine
+from megatron_vlm.engines.sampler import Engine, describe_difference
 from megatron_vlm.errors import MegatronVLMError
 
 T = TypeVar("T")

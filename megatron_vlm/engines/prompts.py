@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.data.tokens.completions import SamplingSettings
-from megatron_vlm.data.tokens.placeholder_grids import GridQueue
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
+from megatron_vlm.data.tokens.visuals import GridQueue
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_family, read_sizes

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megatron_vlm.distributed.other_python import CannotStartError, output_of
+from megatron_vlm.distributed.process import CannotStartError, output_of
 from megatron_vlm.engines.engine_kinds import EngineKind, EngineSettings
 from megatron_vlm.errors import ConfigError
 

@@ -18,11 +18,24 @@ from torch import Tensor
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.engine_kinds import EngineSettings
-from megatron_vlm.engines.processed_prompt import ProcessedPrompt, read_processed_prompt
 from megatron_vlm.engines.prompts import Prompts
-from megatron_vlm.engines.sampler import Adapter, Capacity, Checkpoint, Hear, SamplerError, Weights
-from megatron_vlm.engines.supervisor import EngineReplica, UpdateLock
-from megatron_vlm.engines.vllm_process import EngineDiedError, EngineProcess, engine_args
+from megatron_vlm.engines.sampler import (
+    Adapter,
+    Capacity,
+    Checkpoint,
+    Hear,
+    ProcessedPrompt,
+    SamplerError,
+    Weights,
+    read_processed_prompt,
+)
+from megatron_vlm.engines.vllm_process import (
+    EngineDiedError,
+    EngineProcess,
+    EngineReplica,
+    UpdateLock,
+    engine_args,
+)
 from megatron_vlm.engines.weight_stream import (
     BUFFER_BYTES,
     SharedBuffer,

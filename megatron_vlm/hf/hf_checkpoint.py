@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.added_tokens import find_new_tokens
-from megatron_vlm.hf.bitsandbytes_files import StoredBlocks, find_blocks
+from megatron_vlm.hf.block_weight import StoredBlocks, find_blocks
 from megatron_vlm.hf.expert_layouts import ExpertStorage, Span, find_form, slices_of
 from megatron_vlm.io.hub import folder_of, pin
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at

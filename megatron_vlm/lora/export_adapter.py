@@ -28,8 +28,13 @@ from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
 from megatron_vlm.hf.weight_map import Entry, exported_names
 from megatron_vlm.io.hub import hub_name
-from megatron_vlm.lora.peft_config import ADAPTER_FILE, CONFIG, file_tensors, parameters
-from megatron_vlm.lora.peft_folder import tensors_saved_whole
+from megatron_vlm.lora.peft_folder import (
+    ADAPTER_FILE,
+    CONFIG,
+    file_tensors,
+    parameters,
+    tensors_saved_whole,
+)
 from megatron_vlm.lora.targets import (
     PREFIX,
     entries_in_blocks,

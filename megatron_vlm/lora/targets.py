@@ -159,7 +159,7 @@ def seed_from(*decides: object) -> int:
 
 def tensors_of(base: TensorSpec, rank: int) -> tuple[TensorSpec, TensorSpec]:
     """Return A and B of a weight's adapter, by their names in PEFT's files. The files have other
-    names and shapes for experts: lora/peft_config.py."""
+    names and shapes for experts: lora/peft_folder.py."""
     *experts, rows, columns = base.shape
     stem = f"{PREFIX}{module_of(base)}.lora_"
     return (

@@ -29,7 +29,7 @@ from megatron_vlm.hf.block_weight import BlockWeight, replace_parameter
 from megatron_vlm.hf.layer_backends import BACKENDS
 from megatron_vlm.model.attention_kernels import AttentionShape, choose_kernel
 from megatron_vlm.model.constraints import check_built
-from megatron_vlm.model.delta_kernels import choose_delta_rule
+from megatron_vlm.model.delta_rule import choose_delta_rule
 from megatron_vlm.model.fused_ops import FusedOps, compiles
 from megatron_vlm.model.gated_delta_net import keeps_fp32
 from megatron_vlm.model.layer_specs import BuildOptions, block_spec

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from megatron_vlm.family.decoder_layers import GatedDeltaNet
 from megatron_vlm.model.decoder_layer import PassContext
-from megatron_vlm.model.delta_kernels import DeltaRule
-from megatron_vlm.model.delta_rule import delta_step
+from megatron_vlm.model.delta_rule import DeltaRule, delta_step
 from megatron_vlm.model.kv_cache import KVCache
 
 

@@ -32,7 +32,7 @@ from megatron_vlm.hf.layer_backends import BACKENDS
 from megatron_vlm.model.attention import CachedAttention, FusedSelfAttention, SDPACoreAttention
 from megatron_vlm.model.attention_kernels import passes_of
 from megatron_vlm.model.decoder_layer import DecoderLayer, ScaledDecoderLayer
-from megatron_vlm.model.delta_kernels import DeltaRule
+from megatron_vlm.model.delta_rule import DeltaRule
 from megatron_vlm.model.experts import ExpertMLP
 from megatron_vlm.model.fused_ops import FusedOps, Norm
 from megatron_vlm.model.gated_delta_net import GatedDeltaMixer

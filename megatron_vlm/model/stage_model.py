@@ -14,8 +14,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vlm.data.tokens.placeholder_grids import check_placeholders
 from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.data.tokens.visuals import check_placeholders
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry

@@ -15,8 +15,7 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.memory_switches import MEMORY_SWITCHES, shown, with_keys
 from megatron_vlm.planner.row_sizes import RowSample
-from megatron_vlm.planner.run_plan import RunPlan
-from megatron_vlm.planner.search import Cluster, evaluate, refine_split, search
+from megatron_vlm.planner.search import Cluster, RunPlan, evaluate, refine_split, search
 
 _MAX_GPUS = 512
 _POLISHED = 3  # the fastest layouts, whose layers are split again with more care

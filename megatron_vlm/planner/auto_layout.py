@@ -22,8 +22,7 @@ from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.memory_switches import with_keys
 from megatron_vlm.planner.row_sizes import RowSample, assumed_mix, heaviest_micro_batches
-from megatron_vlm.planner.run_plan import RunPlan
-from megatron_vlm.planner.search import Cluster, search
+from megatron_vlm.planner.search import Cluster, RunPlan, search
 
 _UNLIMITED = 2.0**60  # bytes
 _UNKNOWN_GPU = "H100"

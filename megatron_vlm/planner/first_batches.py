@@ -7,8 +7,8 @@ from itertools import islice
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits, plan_batch
-from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, Handle
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.planner.layout import ModelLayout
@@ -19,7 +19,7 @@ from megatron_vlm.planner.row_sizes import (
     heaviest_micro_batches,
     sizes_of_sample,
 )
-from megatron_vlm.planner.run_plan import RunPlan
+from megatron_vlm.planner.search import RunPlan
 
 _MAX_STEPS = 50
 _MAX_ROWS = 2000  # rows of the steps that are planned, so that a run starts without delay

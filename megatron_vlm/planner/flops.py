@@ -11,8 +11,8 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import learns
 from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.family.decoder_layers import Attention, Experts, LayerSpec
-from megatron_vlm.planner.activation_memory import block_values, kept_of_layer, layer_values
 from megatron_vlm.planner.layout import ModelLayout
+from megatron_vlm.planner.memory import block_values, kept_of_layer, layer_values
 from megatron_vlm.planner.parameters import ParamCounts
 from megatron_vlm.planner.row_sizes import BatchSizes
 

@@ -21,7 +21,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry, Origin
 from megatron_vlm.io.printable import short_name, show_count, size_text
-from megatron_vlm.planner.run_plan import RunPlan
+from megatron_vlm.planner.search import RunPlan
 from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.training.lr_schedule import epochs_in, total_steps
 

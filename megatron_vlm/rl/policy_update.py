@@ -20,7 +20,7 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.row import Row, place_row
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.engines.engine_kinds import engine_kind
-from megatron_vlm.rl.teacher_checks import check_ids_of_teacher
+from megatron_vlm.rl.teacher_engines import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import (
     TrainBatch,
     TrainRow,

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, Handle
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.rl.completion_requests import CompletionQueue, Drawn

@@ -18,7 +18,7 @@ from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.policy_update import LogProbGap
 from megatron_vlm.rl.rollouts import Rollout
 from megatron_vlm.rl.seen import BLIND, SeenScores
-from megatron_vlm.run.log_sinks import JsonLines
+from megatron_vlm.run.log import JsonLines
 from megatron_vlm.training.worker import StepMetrics
 
 PATIENCE_STEPS = 3  # steps without a signal in a row

@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron_vlm.config.command_checks import has_rewards, needs_held_out_rewards
 from megatron_vlm.config.teachers import needs_initial_model
-from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures, StepBatch
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.engines.engine_kinds import engine_kind
 from megatron_vlm.engines.engine_thread import EngineThread
@@ -24,8 +24,7 @@ from megatron_vlm.rl.rank_commands import RankCommands
 from megatron_vlm.rl.rollouts import Rollout, Rollouts
 from megatron_vlm.rl.seen import SeenScores
 from megatron_vlm.rl.step_report import SightWatch, SignalWatch, rl_line, write_sample_lines
-from megatron_vlm.rl.teacher_checks import check_teachers
-from megatron_vlm.rl.teacher_engines import EngineTeachers
+from megatron_vlm.rl.teacher_engines import EngineTeachers, check_teachers
 from megatron_vlm.rl.train_batch import (
     TrainBatch,
     groups_of_updates,

@@ -18,7 +18,7 @@ from megatron_vlm.distributed.process import PREEMPTED, restarts
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export_folder import ExportMark, Upload, changed_file, read_export_mark
 from megatron_vlm.hf.model_card import TrainingSummary
-from megatron_vlm.lora.peft_config import is_kind
+from megatron_vlm.lora.peft_folder import is_kind
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.progress import Progress
 from megatron_vlm.run.run_folder import RunLock, export_folders

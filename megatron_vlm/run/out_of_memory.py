@@ -9,7 +9,7 @@ from megatron_vlm.errors import TrainError
 from megatron_vlm.io.printable import size_text
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import BatchSizes
-from megatron_vlm.planner.run_plan import RunPlan
+from megatron_vlm.planner.search import RunPlan
 from megatron_vlm.training.worker import MegatronWorker
 
 _NAMED = 2  # switches

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_vlm.config.evaluation_checks import DEFAULT_MINUTES, DEFAULT_STEPS, epochs_between
 from megatron_vlm.config.schema import CheckpointConfig, Config
-from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.distributed.agreement import all_reduce_max
 from megatron_vlm.training.data_fingerprint import Fingerprint
 from megatron_vlm.training.frozen_inputs import FrozenInput, inputs_from_json

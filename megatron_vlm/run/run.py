@@ -20,8 +20,7 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.model_card import versions
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.lora.targets import serving_remark
-from megatron_vlm.report.example_lines import Examples
-from megatron_vlm.report.metrics_lines import STOPPED, has_usage_line
+from megatron_vlm.report.metrics_lines import STOPPED, Examples, has_usage_line
 from megatron_vlm.report.run import write_report
 from megatron_vlm.report.run_overview import layout_table, stage_reports
 from megatron_vlm.run.checkpointing import CheckpointManager, Exporter

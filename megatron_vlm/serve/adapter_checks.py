@@ -12,8 +12,13 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import CheckpointError, ConfigError, MegatronVLMError
 from megatron_vlm.family.spec import ModelSizes, Part
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.lora.peft_config import ADAPTER_FILE, CONFIG, file_tensors, read_adapter_config
-from megatron_vlm.lora.peft_folder import AdapterFolder
+from megatron_vlm.lora.peft_folder import (
+    ADAPTER_FILE,
+    CONFIG,
+    AdapterFolder,
+    file_tensors,
+    read_adapter_config,
+)
 from megatron_vlm.lora.targets import adapted_weights
 from megatron_vlm.serve.http.schemas import LoraForm
 from megatron_vlm.serve.served_models import ModelSettings

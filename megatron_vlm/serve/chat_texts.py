@@ -22,7 +22,7 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.serve.http.chat_samples import ChatPrompt
 from megatron_vlm.serve.protocol.payloads import RequestError
-from megatron_vlm.serve.protocol.prompt_chunks import HEADS
+from megatron_vlm.serve.protocol.requests import HEADS
 
 _WHERE = "messages"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of one byte, where others are text

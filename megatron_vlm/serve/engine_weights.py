@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.sampler import Checkpoint
-from megatron_vlm.lora.peft_config import is_adapter
+from megatron_vlm.lora.peft_folder import is_adapter
 from megatron_vlm.serve.journal.journal_records import SamplingSession
 from megatron_vlm.serve.served_models import ModelSettings
 

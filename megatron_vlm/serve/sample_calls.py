@@ -24,7 +24,7 @@ from megatron_vlm.serve.protocol.payloads import (
     Samples,
     TopK,
 )
-from megatron_vlm.serve.protocol.prompt_targets import NOTHING, PromptTargets, read_prompt_targets
+from megatron_vlm.serve.protocol.request_tensors import NOTHING, PromptTargets, read_prompt_targets
 from megatron_vlm.serve.protocol.requests import read_prompt
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.served_models import ModelCommands

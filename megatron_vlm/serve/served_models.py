@@ -27,7 +27,7 @@ from megatron_vlm.distributed.agreement import Signals, Stopped, have_all_failed
 from megatron_vlm.distributed.rank0 import CommandChannel
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import MegatronVLMError
-from megatron_vlm.lora.peft_config import is_adapter
+from megatron_vlm.lora.peft_folder import is_adapter
 from megatron_vlm.serve.failures import CallFailedError, Trouble
 from megatron_vlm.training.optimizer_step import AdamStep
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics

@@ -9,10 +9,10 @@ import torch
 from megatron_vlm.config.objectives import needs_mismatched, records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
-from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, open_data, with_scores
 from megatron_vlm.data.batches.loader import BatchFigures, Loader, Replica, StepBatch
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.agreement import Vote, fail_together, store_barrier
 from megatron_vlm.distributed.collectives import all_gather_json

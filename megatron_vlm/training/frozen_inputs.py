@@ -13,7 +13,7 @@ from megatron_vlm.errors import CheckpointError, MegatronVLMError
 from megatron_vlm.hf.checkpoint_files import weight_file_digest, weights_digest
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.untrusted import home_path, real_path
-from megatron_vlm.lora.peft_config import ADAPTER_FILE
+from megatron_vlm.lora.peft_folder import ADAPTER_FILE
 from megatron_vlm.training.worker import MegatronWorker
 
 _SHOWN = 12  # letters of a digest

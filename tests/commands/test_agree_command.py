@@ -32,8 +32,8 @@ from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.process import UNLIKE
 from megatron_vlm.engines.engine_kinds import EngineSettings
-from megatron_vlm.engines.processed_prompt import ProcessedMedia, ProcessedPrompt
 from megatron_vlm.engines.prompts import Prompts
+from megatron_vlm.engines.sampler import ProcessedMedia, ProcessedPrompt
 from megatron_vlm.report.html import draw_parts
 from megatron_vlm.report.sections import Card, Pictures, Scatter
 from megatron_vlm.run.evaluation.held_out_sets import question_of

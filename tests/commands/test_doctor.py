@@ -13,7 +13,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_vlm.commands import doctor, machine_facts
+from megatron_vlm.commands import doctor
 from megatron_vlm.commands.doctor import (
     EXTRAS,
     MISSING,
@@ -25,18 +25,16 @@ from megatron_vlm.commands.doctor import (
     disk_check,
     files_check,
     gloo_check,
+    gloo_problem,
     gpu_checks,
+    import_problem,
+    installed_version,
     package_check,
     python_check,
+    requirements,
     run_doctor,
     shm_check,
     torchvision_check,
-)
-from megatron_vlm.commands.machine_facts import (
-    gloo_problem,
-    import_problem,
-    installed_version,
-    requirements,
 )
 from megatron_vlm.distributed.device import Gpu, find_gpus
 from tests.support.tables import in_one_test
@@ -112,7 +110,7 @@ def test_without_torch_the_rest_is_still_checked(monkeypatch):
     def fails(name):
         return "ImportError: libcudart.so.12: cannot open" if name == "torch" else None
 
-    monkeypatch.setattr(machine_facts, "import_problem", fails)
+    monkeypatch.setattr(doctor, "import_problem", fails)
     checks = {check.name: check for check in all_checks()}
     assert checks["torch"].status == checks["GPU and gloo"].status == MISSING
     assert "libcudart" in checks["torch"].found
@@ -154,16 +152,16 @@ def test_ranges_are_those_of_pyproject():
     names += ["fastapi", "uvicorn", "protobuf", "zstandard"]
     assert [r.name for extra, r in pairs if extra] == names
     assert [r.name for extra, r in requirements(()) if extra] == []
-    assert str(machine_facts.python_range()) == project["project"]["requires-python"]
+    assert str(doctor.python_range()) == project["project"]["requires-python"]
 
 
 def test_without_a_checkout_the_installed_ranges_count(monkeypatch):
-    monkeypatch.setattr(machine_facts, "__file__", "/no/such/folder/machine.py")
+    monkeypatch.setattr(doctor, "__file__", "/no/such/folder/machine.py")
     pairs = requirements(EXTRAS)
     assert ("", "megatron-core") in [(extra, r.name) for extra, r in pairs]
     assert ("ray", "ray") in [(extra, r.name) for extra, r in pairs]
     assert "pytest" not in [r.name for _, r in pairs]
-    assert machine_facts.python_range() == SpecifierSet(">=3.11")
+    assert doctor.python_range() == SpecifierSet(">=3.11")
 
 
 def test_what_is_installed_and_imports():
@@ -198,8 +196,8 @@ def test_no_gpu_is_fine_and_one_that_torch_does_not_see_is_not(tmp_path, monkeyp
     program.write_text("#!/bin/sh\necho 550.54\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(machine_facts, "requirements", lambda extras: [])
-    monkeypatch.setattr(machine_facts, "gloo_problem", lambda: None)
+    monkeypatch.setattr(doctor, "requirements", lambda extras: [])
+    monkeypatch.setattr(doctor, "gloo_problem", lambda: None)
     checks = {check.name: check for check in all_checks()}
     assert checks["GPU"].status == MISSING and "NCCL" not in checks
     assert checks["GPU"].found == f"torch sees none, though {program} is there; driver 550.54"
@@ -213,16 +211,16 @@ def test_the_devices_of_this_machine(here):
     gpus = find_gpus()
     assert len(gpus) == torch.cuda.device_count() and gpus[0].memory > GIB
     assert gpus[0].name in here["GPU"].found and here["NCCL"].status == OK
-    assert machine_facts.driver_version() in here["GPU"].found
+    assert doctor.driver_version() in here["GPU"].found
 
 
 def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine_facts.driver_version() is None
+    assert doctor.driver_version() is None
     for script, expected in (("echo 550.54; echo 550.54", "550.54"), ("echo no; exit 9", None)):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-        assert machine_facts.driver_version() == expected
+        assert doctor.driver_version() == expected
 
 
 @pytest.mark.parametrize(
@@ -235,7 +233,7 @@ def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
     ],
 )
 def test_two_processes_that_cannot_talk(program, problem, monkeypatch):
-    monkeypatch.setattr(machine_facts, "_TALK_S", 0.0)
+    monkeypatch.setattr(doctor, "_TALK_S", 0.0)
     start_s = 0.5 if "sleep" in program else 60
     assert gloo_problem(program, start_s) == problem
 

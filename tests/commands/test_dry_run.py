@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron_vlm.cli.parser import make_parser
-from megatron_vlm.commands.dry_run.command import dry_run, fit_verdict
-from megatron_vlm.commands.dry_run.target_machine import target_machine
+from megatron_vlm.commands.dry_run.command import dry_run, fit_verdict, target_machine
 from megatron_vlm.config.arguments import parse_arguments
 from megatron_vlm.config.command_checks import check_rl
 from megatron_vlm.config.data_sources import SourceSpec
@@ -29,7 +28,7 @@ from megatron_vlm.io.printable import short_name, size_text
 from megatron_vlm.planner.first_batches import plan_steps
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import StageMemory
-from megatron_vlm.planner.run_plan import RunPlan
+from megatron_vlm.planner.search import RunPlan
 from tests.model.test_parity import layout
 from tests.support import rl_tasks
 from tests.support.chats import image, say

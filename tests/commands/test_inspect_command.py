@@ -15,8 +15,12 @@ import pytest
 from rich.console import Console
 
 from megatron_vlm.commands.inspect.command import run_inspect
-from megatron_vlm.commands.inspect.inspection_report import inspection_report
-from megatron_vlm.commands.inspect.statistics import Column, collect_statistics, column_figure
+from megatron_vlm.commands.inspect.inspection_report import (
+    Column,
+    collect_statistics,
+    column_figure,
+    inspection_report,
+)
 from megatron_vlm.config import load_config
 from megatron_vlm.data.batches.balance import Limits, group_cost, plan_batch
 from megatron_vlm.data.batches.dataset import open_data
@@ -293,7 +297,7 @@ def test_padding_and_balance_by_hand(look, ranks):
 
 
 def test_only_the_first_steps_of_a_long_epoch_are_planned(look, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.commands.inspect.statistics.MAX_STEPS", 2)
+    monkeypatch.setattr("megatron_vlm.commands.inspect.inspection_report.MAX_STEPS", 2)
     _, inspection = look("train.global_batch_size=4")
     assert (inspection.batching.steps, inspection.batching.measured) == (4, 2)
     assert "the first 2 of 4 steps" in inspection.batching.caption

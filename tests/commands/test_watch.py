@@ -16,8 +16,7 @@ import pytest
 
 from megatron_vlm.cli import main
 from megatron_vlm.commands.watch.command import open_server
-from megatron_vlm.commands.watch.run_status import StatusReader, watched_folders
-from megatron_vlm.commands.watch.watched_runs import OpenRun
+from megatron_vlm.commands.watch.watched_runs import OpenRun, StatusReader, watched_folders
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.report.metrics_lines import STEP_FIELDS, STOPPED, from_json, line_or_row
 from megatron_vlm.report.run import read_report

@@ -14,8 +14,13 @@ import pytest
 
 from megatron_vlm.cli import main
 from megatron_vlm.config import config_dir, known_keys, load_config
-from megatron_vlm.config.group_values import recipe_error
-from megatron_vlm.config.key_hints import hint, hint_sentence, option_error, similar_keys
+from megatron_vlm.config.key_hints import (
+    hint,
+    hint_sentence,
+    option_error,
+    recipe_error,
+    similar_keys,
+)
 from megatron_vlm.config.other_trainers import NAME_FAMILIES, OTHER_SENTENCES, SAME_KEYS, SECTIONS
 from megatron_vlm.config.other_trainers.model_names import MODEL_NAMES
 from megatron_vlm.config.other_trainers.training_names import TRAINING_NAMES

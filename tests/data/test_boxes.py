@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_vlm.commands.inspect.inspection_report import inspection_report
-from megatron_vlm.commands.inspect.statistics import collect_statistics
+from megatron_vlm.commands.inspect.inspection_report import collect_statistics, inspection_report
 from megatron_vlm.config import load_config
 from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import DataConfig

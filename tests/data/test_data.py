@@ -10,8 +10,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from megatron_vlm.data.batches.collate import cut_micro_batches
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.tokens.placeholder_grids import check_placeholders
 from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.visuals import check_placeholders
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.qwen.model import mrope_positions
 from megatron_vlm.family.spec import Tokens

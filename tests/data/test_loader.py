@@ -16,8 +16,8 @@ import torch
 from megatron_vlm.config.schema import TrainConfig
 from megatron_vlm.data.batches import loader as loading
 from megatron_vlm.data.batches.balance import Limits
-from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.loader import Loader, Replica
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.tokens import reader as reading
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError

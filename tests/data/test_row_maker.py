@@ -11,8 +11,8 @@ import PIL.Image
 import pytest
 import torch
 
+from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.data.tokens.row import IGNORE, Row
-from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import ConfigError, DataError
 from tests.support.chats import CHATS, data_uri, hf_encode, hf_processor, image, picture, say, text
 from tests.support.error_fields import raises

@@ -24,8 +24,8 @@ from transformers.video_utils import VideoMetadata, read_video_pyav
 
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.keys import UnknownKeysError
+from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, DataError
 from megatron_vlm.family.qwen.videos import VideoSettings
 from megatron_vlm.family.video_plan import VideoInfo, VideoOptions

@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
+from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.prompts import Prompts, seen_by_trainer, seen_videos
 from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError

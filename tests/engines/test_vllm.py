@@ -17,8 +17,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
-from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.family.qwen.images import ImageSettings
 from tests.model.test_parity import layout
 from tests.run.test_train import go_pooled

@@ -29,8 +29,8 @@ from transformers import AutoTokenizer
 from megatron_vlm.cli import main
 from megatron_vlm.data.scores.score_index import ScoreIndex
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
+from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
-from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError
 from megatron_vlm.engines.vllm_sampler import VllmSampler

@@ -16,8 +16,8 @@ from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.commands.eval import run_eval
 from megatron_vlm.config.checks import MAX_NEW_TOKENS, check_values
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
+from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.data.tokens.row import IGNORE, Row
-from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes

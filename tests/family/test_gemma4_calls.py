@@ -4,8 +4,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_vlm.family.gemma4 import chat
-from megatron_vlm.family.gemma4.call_forms import read_calls
-from megatron_vlm.family.gemma4.chat import CHAT
+from megatron_vlm.family.gemma4.chat import CHAT, read_calls
 from megatron_vlm.serve.protocol.chat_messages import AnswerStream, read_answer
 
 QUOTE = '<|"|>'

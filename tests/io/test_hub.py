@@ -23,7 +23,7 @@ from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.data.sources.stream import open_stream
-from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.export_folder import check_push, push
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint

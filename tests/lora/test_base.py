@@ -27,7 +27,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.block_weight import NF4_VALUES, BlockCodes, BlockWeight, rounded
 from megatron_vlm.hf.export_folder import read_export_mark
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.lora.peft_config import lora_of
+from megatron_vlm.lora.peft_folder import lora_of
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.parameters import count, fits_blocks
 from megatron_vlm.training.preflight import check_model

@@ -32,7 +32,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.printable import short_name
-from megatron_vlm.lora.peft_config import _PLAIN, base_of, lora_of
+from megatron_vlm.lora.peft_folder import _PLAIN, base_of, lora_of
 from megatron_vlm.lora.targets import adapted_specs, adapted_weights, serving_remark
 from megatron_vlm.training.worker import MegatronWorker
 from tests.lora.test_lora import (

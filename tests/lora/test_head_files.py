@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from megatron_vlm.lora.peft_config import lora_of
+from megatron_vlm.lora.peft_folder import lora_of
 from tests.lora.test_files import (
     check_exports_of_checkpoint,
     difference,

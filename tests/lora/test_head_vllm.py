@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.family.qwen.images import ImageSettings
 from tests.engines.test_vllm import Prompt, ask_about, reference_scores, supervised, worst
 from tests.lora.test_lora import pytestmark as warned

@@ -20,7 +20,7 @@ from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.hf.weight_map import Origin
 from megatron_vlm.lora import targets
 from megatron_vlm.lora.layers import Adapters, ExpertAdapters, dropout_rng
-from megatron_vlm.lora.peft_config import PeftTensor
+from megatron_vlm.lora.peft_folder import PeftTensor
 from megatron_vlm.lora.targets import AdaptedLinear, HFLinear
 from megatron_vlm.model import log_probs
 from megatron_vlm.model.experts import times

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.decoder_layers import GatedDeltaNet
-from megatron_vlm.model.delta_kernels import choose_delta_rule
-from megatron_vlm.model.delta_rule import delta_step, gated_delta_rule
+from megatron_vlm.model.delta_rule import choose_delta_rule, delta_step, gated_delta_rule
 from tests.support.error_fields import raises
 from tests.support.reference import rule_by_token
 

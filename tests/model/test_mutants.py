@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.model import delta_kernels, gated_delta_net, head, stage_model, vision
+from megatron_vlm.model import delta_rule, gated_delta_net, head, stage_model, vision
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.experts import SharedExpert
@@ -167,7 +167,7 @@ def shared_expert_without_its_gate(_right: Any) -> Any:
 
 
 def of_rule(make: Callable[[Any], Any]) -> Mutant:
-    return replaced(delta_kernels, "gated_delta_rule", make)
+    return replaced(delta_rule, "gated_delta_rule", make)
 
 
 QWEN3_5 = dict(family="qwen3_5", head_dim=64)

@@ -341,7 +341,7 @@ def test_recipes_of_the_docs_compose(tmp_path, monkeypatch):
             (target / file.name).symlink_to(file)
         (target / f"{name[2]}.yaml").write_text(block.text)
     (tmp_path / "train.yaml").symlink_to(config_dir() / "train.yaml")
-    for module in ("load", "group_values"):
+    for module in ("load", "key_hints"):
         monkeypatch.setattr(f"megatron_vlm.config.{module}.config_dir", lambda: tmp_path)
     assert written
     load_config([*written, "model.path=x"])

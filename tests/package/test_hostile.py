@@ -39,7 +39,7 @@ from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.errors import DataError, MegatronVLMError, within
-from megatron_vlm.lora.peft_config import (
+from megatron_vlm.lora.peft_folder import (
     different_settings,
     lora_of,
     read_adapter_config,
@@ -238,7 +238,7 @@ def test_frames_of_a_video_are_bounded(tmp_path, process_tree):
 
 
 def encode_word(model: str) -> str:
-    from megatron_vlm.data.tokens.row_maker import RowMaker  # imports torch, which takes seconds
+    from megatron_vlm.data.tokens.reader import RowMaker  # imports torch, which takes seconds
 
     maker = RowMaker(model, max_tokens=512)
     word = {"role": "assistant", "content": "a" * 10**7}

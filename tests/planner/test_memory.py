@@ -17,9 +17,14 @@ from megatron_vlm.model import windowed_attention
 from megatron_vlm.model.attention_kernels import as_added
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.model.offload_activations import OffloadPass
-from megatron_vlm.planner.activation_memory import activations
 from megatron_vlm.planner.layout import ModelLayout
-from megatron_vlm.planner.memory import StageMemory, estimate, micro_batches_in_flight, stage_memory
+from megatron_vlm.planner.memory import (
+    StageMemory,
+    activations,
+    estimate,
+    micro_batches_in_flight,
+    stage_memory,
+)
 from megatron_vlm.planner.memory_switches import switches_by_bytes, with_keys
 from megatron_vlm.planner.parameters import ParamCounts, RankParam, _shards, count
 from megatron_vlm.planner.row_sizes import BatchSizes

@@ -18,12 +18,15 @@ from megatron_vlm.cli import main
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.printable import number, time_spent
 from megatron_vlm.report.charts import CURVE_COLUMNS, ChartControls, chart_scripts, smooth, thin_out
-from megatron_vlm.report.example_lines import Example, ExamplePart, Examples, ExampleTurn
 from megatron_vlm.report.html import document, draw_parts, script_of
 from megatron_vlm.report.metrics_lines import (
     MAX_USAGES,
     EvalLine,
     EventLine,
+    Example,
+    ExamplePart,
+    Examples,
+    ExampleTurn,
     StartLine,
     StepLine,
     from_json,

@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
-from megatron_vlm.rl.advantages import divisor_of, group_advantages, token_weights
 from megatron_vlm.rl.policy_update import importance_weights
+from megatron_vlm.rl.train_batch import divisor_of, group_advantages, token_weights
 
 GROUPS = [[1.0, 0.0, 0.0, 1.0, 0.5], [0.1, 0.2], [-3.0, 1e6, 2.5], [0, 1, 1, 1, 1, 1, 1, 1]]
 

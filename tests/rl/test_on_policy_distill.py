@@ -23,10 +23,10 @@ from megatron_vlm.config.schema import RlConfig, TeacherConfig
 from megatron_vlm.config.teachers import SELF
 from megatron_vlm.data.batches.balance import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE, Row
-from megatron_vlm.rl.advantages import group_advantages
 from megatron_vlm.rl.episode import Episode, Group, Segment
 from megatron_vlm.rl.policy_update import PolicyUpdater
 from megatron_vlm.rl.train_batch import (
+    group_advantages,
     make_train_batch,
     train_batch_from_bytes,
     train_batch_to_bytes,

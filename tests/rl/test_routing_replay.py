@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import RlConfig
 from megatron_vlm.data.batches.balance import WorkModel
-from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.engine_kinds import check_engine
 from megatron_vlm.errors import ConfigError

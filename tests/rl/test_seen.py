@@ -22,7 +22,6 @@ from megatron_vlm.data.batches.hidden_pictures import black_patches, pixelated
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.rl.advantages import group_advantages
 from megatron_vlm.rl.policy_update import PolicyUpdater
 from megatron_vlm.rl.seen import (
     AnswerSums,
@@ -39,6 +38,7 @@ from megatron_vlm.rl.train_batch import (
     TrainBatch,
     TrainRow,
     Update,
+    group_advantages,
     make_train_batch,
     train_batch_from_bytes,
     train_batch_to_bytes,

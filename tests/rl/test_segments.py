@@ -20,19 +20,18 @@ from torch import Tensor
 
 from megatron_vlm.config.schema import Config, PolicyLoss, RlConfig, TeacherConfig, TrainConfig
 from megatron_vlm.data.batches.balance import WorkModel
-from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.qwen.tiny import CHAT_TEMPLATE
-from megatron_vlm.rl.advantages import Aggregate
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group, Segment
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.policy_update import PolicyUpdater
 from megatron_vlm.rl.rollouts import next_prompts
-from megatron_vlm.rl.train_batch import is_drawn, make_train_batch, of_teacher
+from megatron_vlm.rl.train_batch import Aggregate, is_drawn, make_train_batch, of_teacher
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.rl.test_train_batch import TASKS, config, opened, prompt_of, records, with_view

@@ -16,18 +16,17 @@ from torch import Tensor
 
 from megatron_vlm.config.schema import EngineConfig, RlConfig
 from megatron_vlm.data.batches.balance import WorkModel
-from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.sampler import Checkpoint
-from megatron_vlm.rl.advantages import group_advantages
 from megatron_vlm.rl.episode import Episode, Group, Segment
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater
 from megatron_vlm.rl.rollouts import Rollout, Rollouts
 from megatron_vlm.rl.step_report import rl_line
-from megatron_vlm.rl.train_batch import make_train_batch
+from megatron_vlm.rl.train_batch import group_advantages, make_train_batch
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.engines.test_sampling_engines import STAND_IN
 from tests.model.test_parity import layout

@@ -27,11 +27,11 @@ from megatron_vlm.config.schema import (
 from megatron_vlm.config.teachers import SELF
 from megatron_vlm.data.batches.balance import RowSize
 from megatron_vlm.data.batches.collate import collate
-from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
+from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
-from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines.own import AskedPrompt, OwnEngine
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
@@ -40,7 +40,7 @@ from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner, seed_of
 from megatron_vlm.rl.policy_update import within_limit
 from megatron_vlm.rl.rollouts import next_prompts
-from megatron_vlm.rl.teacher_checks import check_ids_of_teacher
+from megatron_vlm.rl.teacher_engines import check_ids_of_teacher
 from megatron_vlm.rl.train_batch import (
     TrainBatch,
     TrainRow,

@@ -20,13 +20,13 @@ from megatron_vlm.commands.eval import locate, print_scores
 from megatron_vlm.config.data_sources import parse_sets, parse_sources
 from megatron_vlm.config.evaluation_checks import BUILT_IN_METRICS, held_out_names
 from megatron_vlm.config.schema import CheckpointConfig, EvalConfig
-from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import open_data
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.report.example_lines import Example
+from megatron_vlm.report.metrics_lines import Example
 from megatron_vlm.run.evaluation.answer_metrics import (
     METRICS,
     Answer,

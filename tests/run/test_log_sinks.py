@@ -19,8 +19,7 @@ from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.report.metrics_lines import RlLine, StepLine
 from megatron_vlm.report.run_overview import StageReport, layout_table
-from megatron_vlm.run.log import RunLog
-from megatron_vlm.run.log_sinks import check_sinks
+from megatron_vlm.run.log import RunLog, check_sinks
 from megatron_vlm.run.throughput import Profiler
 from tests.support.error_fields import raises
 

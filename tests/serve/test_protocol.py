@@ -21,10 +21,19 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_vlm.serve.protocol.answers import write_forward_backward, write_samples
-from megatron_vlm.serve.protocol.compression import MAX_WINDOW, MAX_ZSTD_FRAMES, decompress
-from megatron_vlm.serve.protocol.payloads import Picture, RequestError, Sampled, Samples, Text, TopK
-from megatron_vlm.serve.protocol.prompt_targets import read_prompt_targets
+from megatron_vlm.serve.protocol.payloads import (
+    MAX_WINDOW,
+    MAX_ZSTD_FRAMES,
+    Picture,
+    RequestError,
+    Sampled,
+    Samples,
+    Text,
+    TopK,
+    decompress,
+)
 from megatron_vlm.serve.protocol.protobuf import MAX_FIELDS, message, parse_message
+from megatron_vlm.serve.protocol.request_tensors import read_prompt_targets
 from megatron_vlm.serve.protocol.requests import MAX_DENSE_CELLS, read_forward_backward, read_prompt
 from tests.support.error_fields import raises
 from tests.support.mutation import mutate_bytes, mutate_json
@@ -794,7 +803,7 @@ BOMB = """
 import sys, time
 from pathlib import Path
 from megatron_vlm.serve.protocol import answers, requests
-from megatron_vlm.serve.protocol.compression import decompress
+from megatron_vlm.serve.protocol.payloads import decompress
 from megatron_vlm.serve.protocol.payloads import RequestError
 
 def peak():  # in KiB

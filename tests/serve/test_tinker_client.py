@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.serve.http.api_keys import ApiKeys, add_key
 from megatron_vlm.serve.http.app import make_app
 from megatron_vlm.serve.http.http_server import FrontServer

@@ -31,8 +31,7 @@ from megatron_vlm.engines.sampler import Capacity
 from megatron_vlm.engines.server.adapter_folders import rank_for
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.serve.engine_admission import Admission
-from megatron_vlm.serve.engine_samples import EngineSampling
+from megatron_vlm.serve.engine_samples import Admission, EngineSampling
 from megatron_vlm.serve.engine_weights import FORM, SampleWeights
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,

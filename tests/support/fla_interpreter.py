@@ -25,9 +25,8 @@ from triton.runtime import autotuner, interpreter
 
 from megatron_vlm.commands.demo.tiny_model import write_tiny
 from megatron_vlm.family.tiny import TinySpec
-from megatron_vlm.model import build, delta_kernels
-from megatron_vlm.model.delta_kernels import fla_rule
-from megatron_vlm.model.delta_rule import gated_delta_rule
+from megatron_vlm.model import build, delta_rule
+from megatron_vlm.model.delta_rule import fla_rule, gated_delta_rule
 from tests.gpu.test_parity_gpu import spawn
 from tests.model.test_parity import layout
 from tests.support.batches import RowSpec, make_rows
@@ -151,7 +150,7 @@ def worker_with_fla(path: str, case: Case) -> Outcome:
     """Return what a worker computes with model.delta_rule=fla. A CPU is refused, so the choice
     is told that this one is a device; its own comparison of both rules takes place."""
     prepare_interpreter()
-    choose = delta_kernels.choose_delta_rule
+    choose = delta_rule.choose_delta_rule
     device = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
     build.choose_delta_rule = lambda setting, sizes, dtype, _: choose("fla", sizes, dtype, device)
     outcome: Outcome = loss_and_grads(path, case, make_rows(ROWS, 512, 0))

@@ -515,7 +515,7 @@ def _picture(folder: Path) -> None:
 def records(folder: Path) -> Attempt:
     """Return an attempt that changes a record, as a service receives it or a line of JSON holds
     it."""
-    from megatron_vlm.data.tokens.row_maker import RowMaker
+    from megatron_vlm.data.tokens.reader import RowMaker
 
     _picture(folder)
     options = [{}, {"special_tokens": "escape"}]

@@ -18,8 +18,7 @@ from torch import Tensor
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.engine_kinds import GROUP, EngineKind, EngineSettings
-from megatron_vlm.engines.processed_prompt import ProcessedPrompt
-from megatron_vlm.engines.sampler import Adapter, Capacity, Hear, Weights
+from megatron_vlm.engines.sampler import Adapter, Capacity, Hear, ProcessedPrompt, Weights
 
 IDS = range(20, 60)
 

@@ -16,8 +16,7 @@ from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.hf.matrices import Matrix
-from megatron_vlm.training.matrix_exchange import choose_owners
-from megatron_vlm.training.muon import Muon, adjust_lr, orthogonalize
+from megatron_vlm.training.muon import Muon, adjust_lr, choose_owners, orthogonalize
 from megatron_vlm.training.optimizer_step import AdamStep, inner_optimizers
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_gemma4 import CONSTANTS

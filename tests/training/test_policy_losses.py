@@ -15,8 +15,8 @@ from megatron_vlm.controller import local_group
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.rl.advantages import Aggregate, divisor_of, group_advantages, token_weights
 from megatron_vlm.rl.policy_update import importance_weights
+from megatron_vlm.rl.train_batch import Aggregate, divisor_of, group_advantages, token_weights
 from megatron_vlm.training.losses import Objective, check_divisor
 from megatron_vlm.training.token_losses import cispo, gspo, importance_sampling, ppo
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics

@@ -25,8 +25,8 @@ from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.objective_configs import PreferenceConfig
 from megatron_vlm.config.objectives import reference_of, spec_of
 from megatron_vlm.config.schema import Config, DataConfig
-from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.scores.score_index import ScoredSet, ScoreIndex
 from megatron_vlm.data.tokens.row import IGNORE, Row, cut_row
@@ -35,7 +35,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import load_hf
 from megatron_vlm.lora.layers import fill_adapters, initial_values
-from megatron_vlm.lora.peft_config import ADAPTER_FILE
+from megatron_vlm.lora.peft_folder import ADAPTER_FILE
 from megatron_vlm.run.progress import Progress
 from megatron_vlm.training import frozen_models, reference
 from megatron_vlm.training.data_feed import Feeder, SharedBatches

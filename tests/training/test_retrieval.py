@@ -24,8 +24,8 @@ from megatron_vlm.config.data_sources import parse_sets, parse_sources
 from megatron_vlm.config.objective_configs import EmbedConfig, RerankConfig, RetrievalForm
 from megatron_vlm.config.objectives import check_embedding_size, records_of
 from megatron_vlm.config.schema import Config, DataConfig, LoraConfig
-from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.retrieval import parse_retrieval
@@ -35,7 +35,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.retrieval_files import rerank_template
 from megatron_vlm.run.evaluation.evaluate import Evaluator
-from megatron_vlm.run.evaluation.retrieval_scores import ranks_of, retrieval_metrics
+from megatron_vlm.run.evaluation.scores import ranks_of, retrieval_metrics
 from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.run_objective import objective_of
 from megatron_vlm.training.worker import MegatronWorker

@@ -18,7 +18,7 @@ from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import continue_row
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.kv_cache import CACHE_BLOCK, KVCache
-from megatron_vlm.training.continuous_batching import Decoder
+from megatron_vlm.training.generate import Decoder
 from megatron_vlm.training.generation_batch import (
     DecodePass,
     TextOf,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.model_card import TrainingSummary, vllm_overrides
 from megatron_vlm.model.head import embedding_head

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.rl.advantages import Aggregate, divisor_of, group_advantages, token_weights
 from megatron_vlm.rl.policy_update import importance_weights
+from megatron_vlm.rl.train_batch import Aggregate, divisor_of, group_advantages, token_weights
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.token_losses import generalized_jsd
 from tests.support.trl_environment import check_trl, run_trl

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
-from megatron_vlm.engines.processed_prompt import ProcessedPrompt, compare_media
 from megatron_vlm.engines.prompts import seen_by_trainer, seen_videos
+from megatron_vlm.engines.sampler import ProcessedPrompt, compare_media
 from megatron_vlm.family import read_family, read_sizes
 from megatron_vlm.family.images import ImageReader
 from megatron_vlm.family.spec import Tokens

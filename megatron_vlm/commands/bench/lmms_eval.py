@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.commands.bench.model_server import BenchSettings, Endpoint, cause_in
-from megatron_vlm.distributed.other_python import CannotStartError, environment_elsewhere, output_of
+from megatron_vlm.distributed.process import CannotStartError, environment_elsewhere, output_of
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.parent_death import signal_when_parent_dies
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from megatron_vlm.distributed.other_python import environment_elsewhere
+from megatron_vlm.distributed.process import environment_elsewhere
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.atomic import MARK
 from megatron_vlm.io.parent_death import signal_when_parent_dies

@@ -85,7 +85,7 @@ def find_model(path: str) -> tuple[str, Path | None]:
     if (model_dir / "config.json").is_file() or not (model_dir / "adapter_config.json").is_file():
         check_model(str(model_dir))
         return str(model_dir), None
-    from megatron_vlm.lora.peft_config import base_of
+    from megatron_vlm.lora.peft_folder import base_of
 
     base = base_of(model_dir)
     check_model(base)

@@ -20,7 +20,7 @@ from megatron_vlm.data.media.media import image_size
 from megatron_vlm.data.media.video_file import probe_video
 from megatron_vlm.data.records.record import Image
 from megatron_vlm.data.tokens.completions import SamplingSettings
-from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.data.tokens.tokenizer import stop_ids
 from megatron_vlm.distributed.process import INTERRUPTED, print_to_user
 from megatron_vlm.errors import DataError, MegatronVLMError
@@ -28,7 +28,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.io.untrusted import home_path, real_path, require_file
-from megatron_vlm.lora.peft_config import lora_of
+from megatron_vlm.lora.peft_folder import lora_of
 from megatron_vlm.training.generate import sample
 from megatron_vlm.training.worker import MegatronWorker
 

@@ -1,27 +1,33 @@
-"""`megatron-vlm train --dry-run`: the plan of a run, before any weight is read. One process plans
-for all ranks: the layout, the data, the memory of each stage, the first batches."""
+"""`megatron-vlm train --dry-run` and `eval --dry-run`: a run's plan, before any weight is read.
+One process plans for all ranks: the layout, the data, the memory of each stage, the first batches.
+It plans for this machine, or for GPUs that this one does not have."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from megatron_vlm.checkpoint.manifest import read_manifest
 from megatron_vlm.checkpoint.run_checkpoints import complete_checkpoints
 from megatron_vlm.checkpoint.state_json import check_state, read_state
-from megatron_vlm.commands.dry_run.target_machine import TargetMachine, target_machine
+from megatron_vlm.commands.plan.plan_arguments import parse_memory
+from megatron_vlm.config.checks import processes_for
 from megatron_vlm.config.command_checks import needs_held_out_rewards
 from megatron_vlm.config.data_sources import HELD_OUT
+from megatron_vlm.config.evaluation_checks import answer_metrics, loss_scores, metric_name
 from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, open_data, with_scores
 from megatron_vlm.data.batches.stream_set import StreamSet
-from megatron_vlm.distributed.device import host_memory_total
+from megatron_vlm.distributed.device import Platform, count_gpus, host_memory_total, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.export_folder import check_push
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
@@ -37,28 +43,103 @@ from megatron_vlm.lora.targets import (
 )
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
-from megatron_vlm.planner.auto_layout import needs_planning, plan_layout
+from megatron_vlm.planner.auto_layout import machine_of_gpu, needs_planning, plan_layout
 from megatron_vlm.planner.first_batches import plan_run, plan_steps
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, check_offload
+from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.row_sizes import Step, mix_of
-from megatron_vlm.planner.run_plan import RunPlan
+from megatron_vlm.planner.search import Cluster, RunPlan
 from megatron_vlm.report.run_overview import (
     RunFacts,
     aligned_lines,
+    epoch_tokens,
     layout_table,
     run_overview,
     stage_reports,
 )
 from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.run.checkpointing import changed_rows, check_unused
+from megatron_vlm.run.evaluation.evaluate import read_candidates
 from megatron_vlm.run.evaluation.held_out_sets import describe_split, first_samples
-from megatron_vlm.run.log_sinks import wandb_mode
+from megatron_vlm.run.log import wandb_mode
 from megatron_vlm.run.progress import Progress
 from megatron_vlm.run.saved_config import with_model
 from megatron_vlm.run.start import length_of
 from megatron_vlm.training.data_fingerprint import fingerprint
 from megatron_vlm.training.lr_schedule import total_steps
+
+MAX_GPUS = 4096
+COMMON_MEMORY = 80.0 * 2**30  # bytes
+_GPU = Platform("cuda", torch.device("cuda", 0), "nccl", torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class TargetMachine:
+    """The device of each process, and the number of processes."""
+
+    platform: Platform
+    gpus: int  # 0 on the CPU, and where their number is open
+    memory: float | None  # bytes of a GPU, or of this machine on the CPU; None: not known
+
+    @property
+    def is_here(self) -> bool:
+        """True if the run is planned for this machine."""
+        return self.platform is not _GPU
+
+    @property
+    def available(self) -> str:
+        """The memory in words; empty if it is not known."""
+        if self.memory is None:
+            return ""
+        return f"{size_text(self.memory)} in {'a GPU' if self.platform.is_cuda else 'this machine'}"
+
+    def words(self, cfg: Config) -> str:
+        """Return the kind of device and the type of weights in words."""
+        return f"{self.platform.name}, {compute_dtype(cfg, self.platform)}"
+
+    def cluster(self, world: int) -> Cluster | None:
+        """Return the GPUs that this machine does not have, or None if it is this machine. Memory
+        that is not known is that of a common GPU."""
+        if self.is_here:
+            return None
+        return Cluster(world, self.memory or COMMON_MEMORY, machine_of_gpu())
+
+    def world(self, cfg: Config) -> int:
+        """Return the number of processes of the job."""
+        return int(os.environ.get("WORLD_SIZE", "0")) or processes_for(cfg, self.gpus)
+
+
+def target_machine(
+    cfg: Config, parameters: int, gpus: int | None = None, memory: str | None = None
+) -> TargetMachine:
+    """Return the machine to plan for. Without --gpus and --memory it is this one, except for a
+    model of real size where there is no GPU and nobody chose the CPU: its run is planned for GPUs
+    of unknown memory."""
+    if gpus is None and memory is None:
+        here = pick_platform(cfg.platform)
+        if here.is_cuda:
+            return TargetMachine(here, count_gpus(), here.memory_total())
+        if here.remark(cfg.platform, parameters) is not None:
+            return TargetMachine(_GPU, 0, None)
+        return TargetMachine(here, 0, here.memory_total())
+    if cfg.platform == "cpu":
+        key, found = ("--gpus", gpus) if gpus is not None else ("--memory", memory)
+        raise ConfigError(
+            "is about GPUs, and platform=cpu", key=key, found=found, remedy="change one of them"
+        )
+    if gpus is not None and not 1 <= gpus <= MAX_GPUS:
+        raise ConfigError(key="--gpus", found=gpus, allowed=range(1, MAX_GPUS + 1))
+    if gpus is not None and cfg.launch.processes not in (None, gpus):
+        raise ConfigError(
+            f"is another number than launch.processes={cfg.launch.processes}: there is one "
+            "process for each GPU",
+            key="--gpus",
+            found=gpus,
+            remedy="leave one of them out",
+        )
+    return TargetMachine(_GPU, gpus or 0, None if memory is None else parse_memory(memory))
+
 
 SHOWN_STEPS = 2
 _MAX_CHANGES = 4  # switches that a verdict names
@@ -268,3 +349,45 @@ def _steps_done(cfg: Config, data: DataSet | StreamSet) -> int:
     progress = Progress.from_json(state["progress"].value)
     changed_rows(newest, progress, fingerprint(data, cfg))
     return progress.step
+
+
+def eval_dry_run(
+    cfg: Config,
+    checkpoint: Path | None,
+    predictions: str | None,
+    gpus: int | None = None,
+    memory: str | None = None,
+) -> int:
+    """Print what `eval` would do; raise the errors that would end it."""
+    console = Console(highlight=False)
+    model = plan_model(cfg, console, gpus, memory)
+    dims, target = model.dims, model.target
+    scores = loss_scores(cfg)
+    if cfg.eval.candidates is not None:
+        scores.append(f"ranking of {len(read_candidates(cfg.eval.candidates)):,} candidates")
+    if metrics := answer_metrics(cfg):
+        names = ", ".join(map(metric_name, metrics))
+        scores.append(f"{names} of answers of at most {cfg.eval.max_new_tokens:,} tokens")
+    if cfg.eval.blind:
+        scores.append("all of them again with grey pictures")
+    counts = [count(model.layout, stage) for stage in range(dims.pp)]
+    weights = [each.weight_bytes(cfg.lora.base, model.layout.itemsize) for each in counts]
+    of = f", of {target.available}" if target.available else ""
+    rows = {
+        "model": cfg.model.path if checkpoint is None else str(checkpoint),
+        "device": target.words(cfg),
+        "layout": f"tp={dims.tp} pp={dims.pp} dp={dims.dp} in {dims.world_size:,} "
+        f"process{'es' * (dims.world_size > 1)}",
+        "memory": f"weights of {size_text(max(weights))} on the fullest rank{of}",
+        "scores": ", ".join(scores),
+        "writes": "only the scores, to the screen" if predictions is None else predictions,
+    }
+    notes: list[str] = []
+    for name, data, remarks in open_held_out(model):
+        rows[name] = f"{len(data.order):,} samples: {epoch_tokens(data)}"
+        notes += remarks.lines
+    for line in [aligned_lines(rows), *notes]:
+        console.print(escape_controls(line), markup=False, soft_wrap=True)
+    if target.memory is not None and max(weights) > USABLE * target.memory:
+        console.print("The weights alone do not fit: give more parallel.tp or parallel.pp.")
+    return 0

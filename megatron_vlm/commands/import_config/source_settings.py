@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_vlm.config.config_file import MAX_CONFIG_BYTES
-from megatron_vlm.config.yaml_nodes import MAX_YAML_DEPTH, YamlText
+from megatron_vlm.config.config_file import MAX_CONFIG_BYTES, MAX_YAML_DEPTH, YamlText
 from megatron_vlm.errors import ConfigError, show_value
 from megatron_vlm.io.untrusted import UntrustedFile, home_path
 

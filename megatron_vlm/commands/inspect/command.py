@@ -8,8 +8,12 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from megatron_vlm.commands.inspect.inspection_report import inspection_report, no_sample_report
-from megatron_vlm.commands.inspect.statistics import collect_statistics, only_decodable
+from megatron_vlm.commands.inspect.inspection_report import (
+    collect_statistics,
+    inspection_report,
+    no_sample_report,
+    only_decodable,
+)
 from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, NoSampleError, open_data

@@ -10,8 +10,7 @@ from megatron_vlm.planner.hardware import CARD_MEMORY, MOVED_PER_BANDWIDTH, Mach
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.pipeline_time import Stages
 from megatron_vlm.planner.row_sizes import RowSample
-from megatron_vlm.planner.run_plan import RunPlan
-from megatron_vlm.planner.search import Cluster
+from megatron_vlm.planner.search import Cluster, RunPlan
 from megatron_vlm.report import sections
 
 _DEGREES = ("tp", "pp", "ep", "dp")

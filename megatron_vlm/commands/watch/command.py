@@ -34,7 +34,7 @@ def watch(args: argparse.Namespace) -> int:
 
     docs/watch.md says how to reach it from another machine.
     """
-    from megatron_vlm.commands.watch.run_status import watched_folders
+    from megatron_vlm.commands.watch.watched_runs import watched_folders
 
     folders = watched_folders(args.runs)
     with open_server(args.port, folders) as server:

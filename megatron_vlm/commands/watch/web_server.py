@@ -15,8 +15,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from markupsafe import Markup
 
-from megatron_vlm.commands.watch.run_status import STATES, RunStatus
-from megatron_vlm.commands.watch.watched_runs import WatchedRun, WatchedRuns
+from megatron_vlm.commands.watch.watched_runs import STATES, RunStatus, WatchedRun, WatchedRuns
 from megatron_vlm.io.loopback import is_loopback_host
 from megatron_vlm.io.untrusted import reason
 from megatron_vlm.report.charts import chart_css, chart_scripts

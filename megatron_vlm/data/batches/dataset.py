@@ -17,8 +17,7 @@ from megatron_vlm.config.objectives import reference_folder
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.config.teachers import target_folder
 from megatron_vlm.data.batches.balance import RowSize, WorkModel
-from megatron_vlm.data.batches.data_position import Position
-from megatron_vlm.data.batches.order import Order, choose_held_out, order_of_all
+from megatron_vlm.data.batches.order import Order, Position, choose_held_out, order_of_all
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.data.scores.score_lookup import ReferenceScores, TeacherTargets
 from megatron_vlm.data.sources.source import Source, open_source

@@ -25,8 +25,8 @@ from megatron_vlm.data.batches.collate import (
     filler_batch,
     mismatched_rows,
 )
-from megatron_vlm.data.batches.data_position import Position, SampleSource
 from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.batches.order import Position, SampleSource
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.worker_processes import map_in_processes

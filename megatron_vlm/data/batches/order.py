@@ -1,13 +1,19 @@
 """Order of samples, and those that data.split holds out: the same at each layout and after a
-resume. Records with the same content are on the same side."""
+resume. Records with the same content are on the same side. A run has a position in this order."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.batches.balance import RowSize
 from megatron_vlm.data.tokens.index import Index
+from megatron_vlm.data.tokens.reader import Reader
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.data.tokens.sample import Example
 from megatron_vlm.errors import DataError
 
 
@@ -86,3 +92,27 @@ def _draw(digests: np.ndarray, seed: int) -> np.ndarray:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position of a run in its data: everything that a checkpoint needs to know about it."""
+
+    epoch: int = 0
+    taken: int = 0  # samples taken from this epoch
+    stream: dict[str, Any] | None = None  # position in a stream
+
+
+class SampleSource(Protocol):
+    """A set of samples as the loader sees it: a DataSet or a StreamSet. If its samples are
+    `known_ahead`, `epoch` reads nothing, and another process may iterate over it."""
+
+    @property
+    def known_ahead(self) -> bool: ...
+    def epoch(self, start: Position) -> Iterator[tuple[Any, RowSize, Position]]: ...
+    @property
+    def reader(self) -> Reader: ...
+    def rows(self, handle: Any) -> list[Row]: ...
+    def example(self, handle: Any) -> Example: ...
+    def reference(self, handle: Any) -> list[float] | None: ...
+    def faults(self) -> tuple[Counter[str], list[str]]: ...

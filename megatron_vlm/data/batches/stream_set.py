@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.balance import RowSize, WorkModel
-from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.sources.stream import Stream, StreamRecord
 from megatron_vlm.data.sources.tables import root_cause
 from megatron_vlm.data.tokens.index import check_errors

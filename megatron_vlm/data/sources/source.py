@@ -24,7 +24,6 @@ from megatron_vlm.data.sources.columns import (
     parse_cells,
     read_dataset_info,
 )
-from megatron_vlm.data.sources.csv_files import DELIMITERS, iter_rows, parse_header, parse_row
 from megatron_vlm.data.sources.tables import (
     TableSource,
     find_data,
@@ -34,14 +33,18 @@ from megatron_vlm.data.sources.tables import (
 )
 from megatron_vlm.data.sources.tar import TarSource
 from megatron_vlm.data.sources.text_files import (
+    DELIMITERS,
     MAX_RECORD,
     begins_list,
     check_size,
     content_of,
     iter_lines,
+    iter_rows,
     name_of_files,
+    parse_header,
     parse_json,
     parse_list,
+    parse_row,
     refuse_utf_16,
     suffix_of,
     unpacked_path,

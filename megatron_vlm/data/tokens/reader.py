@@ -1,4 +1,5 @@
-"""Reader: from raw records to samples, and from samples to rows with pixels."""
+"""Reader: from raw records to samples, and from samples to rows with pixels. RowMaker is its public
+form, for rows without a configuration file, e.g. in a service."""
 
 import math
 from collections import Counter
@@ -12,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.objective_configs import RecordKind, RetrievalForm
-from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.config.schema import Config, DataConfig, VideoLimits
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
 from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.records.formats import VARIABLE_KEYS, parse_record
@@ -23,13 +25,13 @@ from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.tokens.chat_renderer import ChatRenderer
 from megatron_vlm.data.tokens.encoder import Encoder
 from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, place_row
-from megatron_vlm.data.tokens.sample import Example, Sample
+from megatron_vlm.data.tokens.sample import Example, RecordDropped, Sample
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError, within
-from megatron_vlm.family import read_family
+from megatron_vlm.family import read_family, read_sizes
 from megatron_vlm.family.spec import ModelSizes, Tokens
 from megatron_vlm.family.video_plan import Grid
-from megatron_vlm.io.hub import folder_of
+from megatron_vlm.io.hub import folder_of, pin
 from megatron_vlm.io.untrusted import home_path
 
 # This function adds targets to the row of a sample, whose record is at this place.
@@ -279,3 +281,32 @@ def _read(
                 remedy="delete data.cache_dir and start again",
             )
     return (torch.cat(patches), torch.tensor(grids)) if patches else (None, None)
+
+
+class RowMaker:
+    """A maker of rows with the tokenizer and the processors of a checkpoint: a folder, or a name on
+    the Hub. `settings` are keys of the configuration's `data`. Local files are opened only inside
+    `image_root`. Unknown keys of records are refused, unless `settings` allow them."""
+
+    def __init__(self, checkpoint: str, **settings: Any):
+        video = VideoLimits(**settings.pop("video", {}))
+        cfg = DataConfig(**{"unknown_keys": "refuse", **settings}, video=video)
+        check_values(replace(Config(), data=cfg))
+        checkpoint = pin(checkpoint)
+        sizes = read_sizes(checkpoint, cfg.add_tokens)  # refuses tokens that are not new
+        encoder = make_encoder(checkpoint, cfg)
+        self.reader = make_reader(encoder, cfg, sizes, cfg.image_root)
+
+    def row(
+        self, record: Mapping[str, Any], prompt: bool = False, where: str = "the record"
+    ) -> Row:
+        """Return the row of a record in any format of docs/data.md. Labels follow `train_on` and
+        the record's weights or mask. A prompt has no labels, and ends where the answer begins.
+        Errors call the record `where`."""
+        try:
+            sample = self.reader.encode(record, where, prompt)
+        except RecordDropped as rule:
+            more = "" if prompt else ", or pass prompt=True for a row without labels"
+            remedy = f"change the record or the limits{more}"
+            raise DataError(f": {rule}", place=where, remedy=remedy) from None
+        return self.reader.row(record, where, sample)

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.tokens.placeholder_grids import GridQueue
-from megatron_vlm.data.tokens.visuals import pixel_fault
+from megatron_vlm.data.tokens.visuals import GridQueue, pixel_fault
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import Tokens
 

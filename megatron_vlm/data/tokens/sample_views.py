@@ -16,10 +16,10 @@ from megatron_vlm.config.objective_configs import RetrievalForm
 from megatron_vlm.data.records.record import Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.boxes_as_text import Outline, outlines_of
 from megatron_vlm.data.tokens.encoder import Encoder, image_sizes
-from megatron_vlm.data.tokens.placeholder_grids import GridQueue
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample import Example, Sample
+from megatron_vlm.data.tokens.visuals import GridQueue
 from megatron_vlm.errors import DataError
 
 MAX_SHOWN_FRAMES = 16  # temporal patches of a video that get pictures

@@ -1,19 +1,112 @@
-"""ChatML as Qwen's templates write it."""
+"""ChatML as Qwen's templates write it, and calls of tools in the text of answers."""
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.chat_format import (
+    CallMarks,
     ChatFormat,
     ChatTurn,
+    FoundCall,
     MessageSpan,
     RenderedText,
     ThoughtMarks,
     VisionMarks,
 )
-from megatron_vlm.family.qwen.call_forms import CALLS
+
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+# Qwen3.5 writes calls as XML: a function with a block for each parameter. A name has a limit, so
+# that the time for any answer is linear in its length.
+_FUNCTION, _FUNCTION_CALL_END = re.compile(r"<function=([^>\n]{1,256})>\n?"), "</function>"
+_PARAMETER, _PARAMETER_CALL_END = re.compile(r"<parameter=([^>\n]{1,256})>\n?"), "</parameter>"
+_WORDS = {"True": True, "False": False, "None": None}  # values as its template writes them
+
+
+def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[FoundCall] | None:
+    """Return the calls in a text, or None if there is none, or one that cannot be read."""
+    calls = [_read_call(block, tools) for block in _blocks(text)]
+    known = [call for call in calls if call is not None]
+    return known if known and len(known) == text.count(_CALL) else None
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """Yield what is inside the blocks of calls."""
+    at = 0
+    while (start := text.find(_CALL, at)) >= 0 and (end := text.find(_CALL_END, start)) >= 0:
+        yield text[start + len(_CALL) : end].strip()
+        at = end + len(_CALL_END)
+
+
+def _read_call(text: str, tools: Sequence[Mapping[str, Any]]) -> FoundCall | None:
+    try:
+        name, values = _read_function(text, tools)
+        # A model may write what JSON, or a client, cannot take.
+        json.dumps([name, values], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not isinstance(name, str) or not name or not isinstance(values, dict):
+        return None
+    return name, values
+
+
+def _read_function(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
+    """Return the name and the arguments of a call, or raise an error."""
+    function = _FUNCTION.match(text)
+    if function is None or not text.endswith(_FUNCTION_CALL_END, function.end()):
+        call = json.loads(text)
+        return call["name"], call.get("arguments", {})
+    name, body, at = function[1].strip(), text[function.end() : -len(_FUNCTION_CALL_END)], 0
+    schemas, values = _schemas_of(name, tools), {}
+    while parameter := _PARAMETER.search(body, at):
+        end = body.find(_PARAMETER_CALL_END, parameter.end())
+        if end < 0 or body[at : parameter.start()].strip():
+            break
+        key, value = parameter[1].strip(), body[parameter.end() : end].removesuffix("\n")
+        values[key] = _value(value, _types(schemas.get(key)))
+        at = end + len(_PARAMETER_CALL_END)
+    if body[at:].strip():
+        raise ValueError("has text beside its parameters")
+    return name, values
+
+
+def _schemas_of(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the declared schema of each parameter of a tool."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and function.get("name") == name:
+            schema = function.get("parameters", function.get("input_schema")) or {}
+            properties = schema.get("properties") if isinstance(schema, Mapping) else None
+            if isinstance(properties, Mapping):
+                return properties
+    return {}
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the types that a schema allows."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named, choices = schema.get("type"), schema.get("anyOf")
+    types = {each for each in (named if isinstance(named, list) else [named]) if each}
+    return types.union(*map(_types, choices if isinstance(choices, list) else []))
+
+
+def _value(text: str, types: set[str]) -> Any:
+    """Return a parameter's value. XML does not tell a text from other values; its schema does."""
+    if "string" in types and not ("null" in types and text in ("null", "None")):
+        return text
+    try:
+        return _WORDS[text] if text in _WORDS else json.loads(text)
+    except ValueError:
+        return text
+
+
+CALLS = CallMarks(_CALL, read_calls)
+
 
 _START, _END = "<|im_start|>", "<|im_end|>"
 

@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 
 from megatron_vlm.errors import show_value
 from megatron_vlm.io.printable import number, time_spent
-from megatron_vlm.report.run.answer_comparison import answer_section
 from megatron_vlm.report.run.curves import (
     CURVE_NAMES,
     curve_section,
@@ -17,6 +16,7 @@ from megatron_vlm.report.run.curves import (
     score_section,
     score_text,
 )
+from megatron_vlm.report.run.examples import answer_section
 from megatron_vlm.report.run.metrics_arrays import SCORES, LoggedRun, best_of
 from megatron_vlm.report.run.page import layout_text
 from megatron_vlm.report.sections import Heading, Note, Report, Section, Table, Tiles

@@ -1,15 +1,17 @@
-"""Answers of the model to records of an evaluation set, with their pictures."""
+"""Answers of the model to records of an evaluation set, with their pictures; also of several runs
+to the same held-out questions, side by side."""
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 from megatron_vlm.report import sections
-from megatron_vlm.report.example_lines import Example, Examples, ExampleTurn
+from megatron_vlm.report.metrics_lines import Example, Examples, ExampleTurn, is_right, strings_of
 
 _MAX_TEXT = 1500  # characters of a text
 _MAX_IMAGES = 8  # pictures in one place of a text
@@ -101,3 +103,116 @@ def shorten_text(text: str) -> str:
         return text
     half = _MAX_TEXT // 2
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+
+
+_MAX_LINES = 20_000  # answers of a set that are read
+_LONGEST = 2**20  # characters of a line
+_MAX_CARDS = 200
+_Answers = dict[str, tuple[str, tuple[str, ...]]]  # prediction and right answers, by run or place
+
+
+def answer_section(folders: Mapping[str, Path]) -> Iterator[sections.Section]:
+    """Yield the last answers of the runs, by name, to the questions that at least two of them were
+    asked; nothing if there are none. Those on which runs differ come first."""
+    read = {name: _predictions(folder / "predictions") for name, folder in folders.items()}
+    sets = dict.fromkeys(name for answers in read.values() for name in answers)
+    questions: dict[str, tuple[ExampleTurn, ...]] = {}
+    for folder in folders.values():
+        questions = _questions(folder / "examples.json") | questions
+    room, has_heading = PictureRoom(_PICTURE_BYTES), False
+    for name in sets:
+        by_run = {run: answers[name] for run, answers in read.items() if name in answers}
+        shared = _shared(by_run)
+        if not shared:
+            continue
+        if not has_heading:
+            yield sections.Heading("Answers side by side", "Answers")
+            has_heading = True
+        counts = ", ".join(_counts(shared, by_run))
+        yield sections.Note(f"{name}: {counts}.", "quiet")
+        if len(shared) > _MAX_CARDS:
+            yield sections.Note(f"The first {_MAX_CARDS} of {len(shared):,} are here.", "quiet")
+        chosen = sorted(shared, key=lambda where: _kind(shared[where]) != "different")[:_MAX_CARDS]
+        cards = [
+            _side_card(where, shared[where], questions.get(where, ()), room) for where in chosen
+        ]
+        yield sections.CardPages(cards, [_kind(shared[where]) for where in chosen], _AT_ONCE)
+
+
+def _shared(by_run: Mapping[str, _Answers]) -> dict[str, _Answers]:
+    """Return the runs' answers to each record that at least two of them were asked alike."""
+    found: dict[str, _Answers] = {}
+    for run, answers in by_run.items():
+        for where, answer in answers.items():
+            found.setdefault(where, {})[run] = answer
+    return {
+        where: answers
+        for where, answers in found.items()
+        if len(answers) > 1 and len({references for _, references in answers.values()}) == 1
+    }
+
+
+def _counts(shared: Mapping[str, _Answers], runs: Iterable[str]) -> Iterator[str]:
+    """Yield how many of its answers each run has right."""
+    for run in runs:
+        if verdicts := [is_right(*each[run]) for each in shared.values() if run in each]:
+            yield f"{run} has {sum(verdicts):,} of {len(verdicts):,} right"
+
+
+def _kind(answers: _Answers) -> str:
+    verdicts = {is_right(*each) for each in answers.values()}
+    return "different" if len(verdicts) > 1 else "all right" if True in verdicts else "all wrong"
+
+
+def _side_card(
+    where: str, answers: _Answers, turns: Sequence[ExampleTurn], room: PictureRoom
+) -> sections.Card:
+    [references] = {references for _, references in answers.values()}
+    quotes = []
+    for run, (said, _) in answers.items():
+        mark = "\u2713" if is_right(said, references) else "\u2717"
+        quotes.append(sections.Labelled(f"{mark} {run}", [said_or_nothing(said)]))
+    count = sum(is_right(*each) for each in answers.values())
+    tone: sections.Tone = "good" if count == len(answers) else "alarm" if not count else ""
+    parts = [*question_parts(turns, room), right_answers(references), *quotes]
+    return sections.Card(f"{count} of {len(answers)} right", where, parts, tone)
+
+
+def _questions(path: Path) -> dict[str, tuple[ExampleTurn, ...]]:
+    """Return the questions that a run shows, by the places of their records."""
+    if not os.path.lexists(path):
+        return {}
+    try:
+        return {each.where: each.turns for each in Examples.read(path).examples}
+    except DataError:
+        return {}  # the page of the run says what is wrong with the file
+
+
+def _predictions(folder: Path) -> dict[str, _Answers]:
+    """Return the answers to each set. A file that cannot be read, or a line, is left out."""
+    if not folder.is_dir():
+        return {}
+    found = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        try:
+            found[path.stem] = _answers(path)
+        except DataError:
+            continue
+    return found
+
+
+def _answers(path: Path) -> _Answers:
+    file = UntrustedFile(str(path))
+    file.regular_path()
+    answers: _Answers = {}
+    with file.wrap_errors("cannot be read"), path.open(encoding="utf-8", errors="replace") as lines:
+        for _ in range(_MAX_LINES):
+            if not (text := lines.readline(_LONGEST)):
+                break
+            try:
+                line = JsonField(file.parse(text), "", file)
+                references = strings_of(line.get("answers")) or (line["answer"].string(),)
+                answers[line["where"].string()] = (line["prediction"].string(), references)
+            except DataError:
+                continue
+    return answers

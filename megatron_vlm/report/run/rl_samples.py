@@ -18,8 +18,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import number, show_count
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 from megatron_vlm.report import sections
-from megatron_vlm.report.example_lines import strings_of
-from megatron_vlm.report.metrics_lines import SAMPLES
+from megatron_vlm.report.metrics_lines import SAMPLES, strings_of
 from megatron_vlm.report.run.examples import PictureRoom, said_or_nothing, shorten_text
 from megatron_vlm.report.run.metrics_arrays import CUT_OFF, RunMetrics
 

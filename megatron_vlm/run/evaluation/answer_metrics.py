@@ -13,7 +13,7 @@ from megatron_vlm.data.batches.dataset import DataSet, Handle
 from megatron_vlm.data.tokens.boxes_as_text import outlines_in_text
 from megatron_vlm.distributed.agreement import all_reduce_max, fail_together
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.report.example_lines import is_right
+from megatron_vlm.report.metrics_lines import is_right
 from megatron_vlm.run.evaluation.held_out_sets import Alive, EvalSet
 from megatron_vlm.training.worker import MegatronWorker
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings

@@ -22,17 +22,18 @@ from megatron_vlm.distributed.grid import GroupAxis
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.io.untrusted import UntrustedFile
-from megatron_vlm.report.example_lines import Example, ExamplePart, ExampleTurn
+from megatron_vlm.report.metrics_lines import Example, ExamplePart, ExampleTurn
 from megatron_vlm.report.picture_uri import preview_uri
 from megatron_vlm.run.evaluation.answer_metrics import Answer, AnswerMeter, mean_scores, remarks_on
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
-from megatron_vlm.run.evaluation.retrieval_scores import embedding_scores, rerank_scores
 from megatron_vlm.run.evaluation.scores import (
     AnswerDecoder,
     distill_scores,
+    embedding_scores,
     generated_answers,
     preference_scores,
     rank_answers,
+    rerank_scores,
     token_scores,
 )
 from megatron_vlm.training.preference_step import PreferenceObjective

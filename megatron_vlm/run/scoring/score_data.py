@@ -11,10 +11,10 @@ import torch.distributed as dist
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
-from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import Loader, Replica
 from megatron_vlm.data.batches.micro_batch import MicroBatch, RowPlace
+from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.scores.score_file import RecordScore
 from megatron_vlm.data.scores.score_index import ScoredSet, prepare_folder
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack

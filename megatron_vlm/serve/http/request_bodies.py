@@ -16,8 +16,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.serve.protocol.compression import MAX_WINDOW, decompress
-from megatron_vlm.serve.protocol.payloads import Datum, Picture, RequestError
+from megatron_vlm.serve.protocol.payloads import (
+    MAX_WINDOW,
+    Datum,
+    Picture,
+    RequestError,
+    decompress,
+)
 
 
 @dataclass(frozen=True)

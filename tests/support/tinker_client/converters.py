@@ -27,7 +27,6 @@ from tinker.proto.response_conv import (
 )
 
 from megatron_vlm.serve.protocol.answers import REDUCTIONS, write_forward_backward, write_samples
-from megatron_vlm.serve.protocol.compression import decompress
 from megatron_vlm.serve.protocol.payloads import (
     NO_LOG_PROB,
     Picture,
@@ -36,8 +35,9 @@ from megatron_vlm.serve.protocol.payloads import (
     Samples,
     Text,
     TopK,
+    decompress,
 )
-from megatron_vlm.serve.protocol.prompt_targets import NOTHING, read_prompt_targets
+from megatron_vlm.serve.protocol.request_tensors import NOTHING, read_prompt_targets
 from megatron_vlm.serve.protocol.requests import read_forward_backward, read_prompt
 
 EXAMPLES = settings(max_examples=150, deadline=None)
