@@ -283,8 +283,8 @@ def writing_all() -> Config:
 )
 def test_a_run_can_write_every_path_before_its_first_step(name, kind, writing_all, tmp_path):
     cfg = replace(writing_all, run=str(tmp_path))
-    with held_folder(cfg):
-        pass
+    with held_folder(cfg) as run:
+        run.begin(cfg)
     path = tmp_path / name
     is_folder = name in FOLDERS or name.endswith(".partial")
     if kind == ("folder" if is_folder else "file"):
