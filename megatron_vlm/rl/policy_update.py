@@ -71,8 +71,8 @@ class PolicyUpdater:
         if teacher.top_k and teacher.view is not None:  # some rows may have none
             self.names += (TEACHER_WEIGHTS,)
         self.models = FrozenModels(worker)
-        self.draws = engine_kind(self.cfg.engine.name).on_ranks
-        self.teaches = engine_kind(teacher.engine).on_ranks
+        self.draws_on_ranks = engine_kind(self.cfg.engine.name).on_ranks
+        self.teaches_on_ranks = engine_kind(teacher.engine).on_ranks
 
     def teachers(self) -> Iterator[MegatronWorker]:
         """Yield the teachers that the ranks run, in the order of teacher.path. They are loaded at
@@ -134,9 +134,9 @@ class PolicyUpdater:
         teacher = self.teacher_scores(train_batch, rows) if has_teacher else {}
         # Log-probs of the own decoder are the trainer's already, but not to the last digit. A
         # teacher that is the student has nothing to teach, and so not even a rounding error.
-        if has_teacher or not self.draws:
+        if has_teacher or not self.draws_on_ranks:
             old = self.drawn_log_probs(self.worker, train_batch, rows, replayed)
-        if not self.draws:
+        if not self.draws_on_ranks:
             for number, train_row in rows.items():
                 log_probs = old[number].tolist(), train_row.sampler_log_probs_N.tolist()
                 limits = rl.max_weight, rl.mask_weight
@@ -165,7 +165,7 @@ class PolicyUpdater:
     ) -> dict[int, RowScores]:
         """Return the scores of these rows of this replica: by engines, which the rows have already,
         or by the ranks' own teachers, which see this view of them. A collective."""
-        if not self.teaches:
+        if not self.teaches_on_ranks:
             return {
                 number: RowScores.from_table(each.teacher_table, is_drawn(each.row).nonzero()[:, 0])
                 for number, each in rows.items()
@@ -240,7 +240,7 @@ class PolicyUpdater:
     def log_prob_gap(self, rows: Mapping[int, TrainRow], values: "Values") -> LogProbGap | None:
         """Return the gap between the log-probs of sampler and trainer; None where the trainer's own
         decoder has drawn the answers. This is a collective."""
-        if self.draws:
+        if self.draws_on_ranks:
             return None
         rl = self.cfg.rl
         low, high = rl.mask_weight or (0.0, math.inf)

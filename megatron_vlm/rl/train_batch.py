@@ -48,9 +48,8 @@ def group_advantages(rewards: Sequence[float], kind: Advantage) -> list[float]:
     the mean. All are zero where all rewards are equal, and with none."""
     assert rewards and all(map(math.isfinite, rewards)), rewards
     assert kind != "rloo" or len(rewards) > 1, "rloo compares an answer with others"
-    if kind == "none" or min(rewards) == max(
-        rewards
-    ):  # exact zeros: the sums would leave a rounding error
+    if kind == "none" or min(rewards) == max(rewards):
+        # Exact zeros: the sums would leave a rounding error.
         return [0.0] * len(rewards)
     count = len(rewards)
     mean = math.fsum(rewards) / count

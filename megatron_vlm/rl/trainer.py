@@ -12,7 +12,6 @@ from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures, StepBatch
 from megatron_vlm.data.batches.order import Position
 from megatron_vlm.distributed.agreement import fail_together
-from megatron_vlm.engines.engine_kinds import engine_kind
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.report.metrics_lines import has_usage_line
@@ -46,7 +45,6 @@ class RlTrainer:
         self.run, self.opened = run, opened
         self.cfg, self.leads = run.cfg, run.worker.grid.rank == 0
         self.updater = PolicyUpdater(run.worker)
-        self.has_live_weights = engine_kind(self.cfg.engine.name).on_ranks
         with fail_together(run.worker.platform.device, ConfigError):
             if self.leads:
                 check_teachers(self.cfg)
@@ -54,7 +52,7 @@ class RlTrainer:
             run.begin_phase(run.progress.step, "loading the initial model", files=True)
             with self.updater.models.reference():
                 pass  # it is loaded now, and not in the first step
-        if self.cfg.teacher.path is not None and self.updater.teaches:
+        if self.cfg.teacher.path is not None and self.updater.teaches_on_ranks:
             run.begin_phase(run.progress.step, "loading the teachers", files=True)
             assert list(self.updater.teachers())
         self.commands = RankCommands(run.worker, run.signals)
@@ -106,7 +104,7 @@ class RlTrainer:
         self.rollouts.restore(self.run.saver.newest)
         self.run.saver.more_texts = self.rollouts.texts
         self.opened.callback(self.rollouts.close)
-        if not self.updater.teaches:
+        if not self.updater.teaches_on_ranks:
             self.teachers = EngineTeachers.start(self.run.worker, data, self.opened, waiting)
         return b"", {}
 
@@ -155,7 +153,7 @@ class RlTrainer:
     def renew(self, step: int) -> None:
         """Send the current weights to the engines that need them. This is a collective."""
         is_needed = step < self.run.total_steps or needs_held_out_rewards(self.cfg)
-        if is_needed and not self.has_live_weights:
+        if is_needed and not self.updater.draws_on_ranks:
             self.run.begin_phase(step, "weights of the engines")
             folder = Path(self.cfg.run) / "engine"
             sync_engine_weights(self.run.worker, self.engines, step, folder)

@@ -20,7 +20,6 @@ from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import REJECTED, ROW_REFERENCE, MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
-from megatron_vlm.distributed.device import to_device
 from megatron_vlm.training.losses import LossFunction
 from megatron_vlm.training.reference import ReferenceModel, row_log_probs
 from megatron_vlm.training.row_losses import GLOBAL_LOSSES, LABEL_LOSSES, PAIR_LOSSES, Pairs
@@ -112,12 +111,12 @@ class PreferenceObjective:
     def _with_surrogates(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the batches with the derivative of the losses over the global batch by the
         log-prob of each answer."""
-        device = self.worker.platform.device
         values = []
         for batch, sums_R in zip(batches, row_log_probs(self.worker, batches), strict=True):
             of_reference = (batch.row_values or {}).get(ROW_REFERENCE, torch.zeros_like(sums_R))
-            values.append(to_device(torch.stack([sums_R, of_reference], dim=1), device))
-        rows = GlobalRows.gather(values, batches, self.worker.grid.dp.group)
+            values.append(torch.stack([sums_R, of_reference], dim=1))
+        device = self.worker.platform.device
+        rows = GlobalRows.gather(values, batches, self.worker.grid.dp.group, device)
         table_T2 = surrogates(self.cfg, *rows.values_TH.cpu().unbind(1))
         return rows.dealt("surrogate", table_T2, batches)
 

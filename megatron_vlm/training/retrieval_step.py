@@ -17,7 +17,6 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import REJECTED, MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
-from megatron_vlm.distributed.device import to_device
 from megatron_vlm.model.head import embedding_head
 from megatron_vlm.training.losses import LossFunction
 from megatron_vlm.training.row_losses import FIGURES, RetrievalRows, info_nce, listwise, pointwise
@@ -60,7 +59,7 @@ class EmbeddingObjective:
         outputs = stage.evaluate(batches, embedding_head)
         if stage.grid.is_last_stage:
             embeddings = [each.embeddings_NH for each in outputs]
-            gathered = GlobalRows.gather(embeddings, batches, stage.grid.dp.group)
+            gathered = GlobalRows.gather(embeddings, batches, stage.grid.dp.group, stage.device)
             rows = RetrievalRows.from_examples(gathered.example_T)
             slopes_TH, sums = info_nce(gathered.values_TH, rows, self.cfg.embed)
         stage.grid.from_last_stage(sums)
@@ -102,8 +101,9 @@ class RerankObjective:
                 last_R2 = torch.stack([scored[place][-1] for place in batch.rows])
                 table_R2[:, 0] = last_R2[:, 0] - last_R2[:, 1]
                 table_R2[:, 1] = batch.row_values[REJECTED]
-            values.append(to_device(table_R2, self.worker.platform.device))
-        gathered = GlobalRows.gather(values, batches, self.worker.grid.dp.group)
+            values.append(table_R2)
+        group, device = self.worker.grid.dp.group, self.worker.platform.device
+        gathered = GlobalRows.gather(values, batches, group, device)
         rows = zip(gathered.places, gathered.values_TH.tolist(), strict=True)
         return [ScoredRow(example, logit, bool(flag)) for (example, _), (logit, flag) in rows]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch, RowPlace
 from megatron_vlm.distributed.collectives import Group, all_gather_json
+from megatron_vlm.distributed.device import to_device
 from megatron_vlm.model.head import log_probs_head, top_events_head, top_tokens_head
 from megatron_vlm.training.expert_routing import routing_tables
 from megatron_vlm.training.pipeline import Stage, pass_through
@@ -177,13 +178,14 @@ class GlobalRows:
 
     @staticmethod
     def gather(
-        values: Sequence[Tensor], batches: Sequence[MicroBatch], group: Group
+        values: Sequence[Tensor], batches: Sequence[MicroBatch], group: Group, device: torch.device
     ) -> "GlobalRows":
         """Gather the values [R, H] of each micro-batch from all replicas. A collective."""
         pairs = zip(values, batches, strict=True)
-        local_RH = torch.cat([each for each, batch in pairs if batch.rows] or [values[0][:0]])
+        filled = [each for each, batch in pairs if batch.rows] or [values[0][:0]]
+        local_RH = to_device(torch.cat(filled), device)
         own = [place for batch in batches for place in batch.rows]
-        by_replica = all_gather_json(own, group, local_RH.device)
+        by_replica = all_gather_json(own, group, device)
         padded = local_RH.new_zeros(max(map(len, by_replica)), *local_RH.shape[1:])
         padded[: len(local_RH)] = local_RH
         parts = [torch.empty_like(padded) for _ in by_replica]

@@ -87,8 +87,8 @@ def our_step(path: str, cfg: Config, export: str) -> tuple[float, dict[str, Tens
     embeddings = torch.zeros(0)
     if worker.grid.is_last_stage:
         found = [each.embeddings_NH for each in outputs if each.embeddings_NH is not None]
-        gathered = GlobalRows.gather(found, batch.micro_batches, worker.grid.dp.group)
-        embeddings = gathered.values_TH
+        group, device = worker.grid.dp.group, worker.platform.device
+        embeddings = GlobalRows.gather(found, batch.micro_batches, group, device).values_TH
     grads = collect_grads(worker)
     worker.export_hf(export, done=TrainingSummary(cfg, 1))
     return metrics.loss, grads, embeddings.clone()

@@ -164,7 +164,7 @@ def put_device_batches(
 def translate_evaluation_batch(t: Translation) -> None:
     """Set eval.batch_size, which counts the rows of all GPUs."""
     per_device = t.given("per_device_eval_batch_size")
-    if per_device is not None and ("data.eval" in t.lines or "data.split" in t.lines):
+    if per_device is not None and t.has_held_out:
         note = f"x {replicas(t)} data parallel GPUs"
         t.put("eval.batch_size", t.whole(per_device) * replicas(t), per_device, note=note)
 

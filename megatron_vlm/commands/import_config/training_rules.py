@@ -158,7 +158,7 @@ def translate_intervals(t: Translation) -> None:
     """Set when checkpoints, scores and lines are written."""
     _interval(t, "checkpoint", t.given("save_strategy"), "save_steps", "saves_per_epoch")
     strategy = t.given("eval_strategy", "evaluation_strategy")
-    if "data.eval" in t.lines or "data.split" in t.lines:
+    if t.has_held_out:
         _interval(t, "eval", strategy, "eval_steps", "evals_per_epoch")
         _translate_best(t)
     else:

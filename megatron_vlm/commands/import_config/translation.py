@@ -74,6 +74,11 @@ class Translation:
         }
 
     @property
+    def has_held_out(self) -> bool:
+        """True if data is held out, by files of its own or by a split."""
+        return "data.eval" in self.lines or "data.split" in self.lines
+
+    @property
     def is_rl(self) -> bool:
         """True if the run learns from rewards."""
         return self.method in ("grpo", "rloo")

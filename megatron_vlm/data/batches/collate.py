@@ -135,10 +135,12 @@ def _several_targets(rows: Sequence[Row], longest: int) -> Tensor:
 
 def _concatenate_columns(rows: Sequence[Row]) -> dict[str, Tensor]:
     """Concatenate each column row by row, filled where a row lacks it."""
-    columns = {}
-    for name in dict.fromkeys(name for row in rows for name in row.columns):
+    columns, names = {}, dict.fromkeys(name for row in rows for name in row.columns)
+    tokens = [len(row.tokens_S5) for row in rows]
+    targets = [row.num_targets for row in rows if names]  # once for all columns
+    for name in names:
         column, of_rows = COLUMNS.get(name, VALUE), [row.columns.get(name) for row in rows]
-        counts = [len(r.tokens_S5) if column.per == "token" else r.num_targets for r in rows]
+        counts = tokens if column.per == "token" else targets
         pairs = [pair for pair in zip(of_rows, counts, strict=True) if pair[1]]
         shapes = {tuple(each.shape[1:]) for each, _ in pairs if each is not None}
         if not shapes:
