@@ -55,7 +55,7 @@ from megatron_vlm.checkpoint.tensor_pieces import (
     safetensors_chunks,
 )
 from megatron_vlm.config import to_yaml
-from megatron_vlm.distributed.agreement import fail_together
+from megatron_vlm.distributed.agreement import all_reduce_max, fail_together
 from megatron_vlm.distributed.collectives import broadcast_json, gather_json
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.matrices import Rectangle
@@ -85,11 +85,10 @@ def save(
     if worker.pending_save is not None:
         worker.pending_save.finish()
     assert worker.optimizer is not None, "made without training"
-    steps = torch.tensor(get_step(worker.optimizer), device=worker.platform.device)
-    dist.all_reduce(steps, op=dist.ReduceOp.MAX)  # a frozen stage counts none
-    state = make_state(worker, progress, int(steps))
+    steps = all_reduce_max(get_step(worker.optimizer))  # a frozen stage counts none
+    state = make_state(worker, progress, steps)
     own = {"state.json": json.dumps(state, indent=1) + "\n", "config.yaml": to_yaml(worker.cfg)}
-    with fail_together(worker.platform.device, CheckpointError):
+    with fail_together(CheckpointError):
         if dist.get_rank() == 0:
             begin(folder, run)
     pieces = list(held_pieces(worker, local_parts(worker, moments), writing=True))
@@ -98,7 +97,7 @@ def save(
         tensors = {name: data.to("cpu", copy=True) for name, data in tensors.items()}
     places = [(piece.key, piece.place) for piece in pieces]
     worker.pending_save = pending = PendingSave(
-        folder, shapes_of(worker), worker.platform.device, {**texts, **own}, places, run, parent
+        folder, shapes_of(worker), {**texts, **own}, places, run, parent
     )
     pending.start(tensors, async_save)
     return pending
@@ -111,7 +110,6 @@ class PendingSave:
 
     folder: Path
     shapes: dict[str, TensorShape]
-    device: torch.device
     texts: dict[str, str]
     places: list[tuple[str, Rectangle]]
     run: str | None
@@ -142,7 +140,7 @@ class PendingSave:
         if self.thread is not None:
             self.thread.join()
         try:
-            with fail_together(self.device, CheckpointError):
+            with fail_together(CheckpointError):
                 if self.error is not None:
                     raise self.error
             self._complete()
@@ -161,15 +159,13 @@ class PendingSave:
 
     def _all_written(self) -> bool:
         done = self.thread is None or not self.thread.is_alive()
-        flag = torch.tensor(int(done), device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag)
+        return not all_reduce_max(int(not done))
 
     def _complete(self) -> None:
         first = dist.get_rank() == 0
         assert self.record is not None
-        written = gather_json((asdict(self.record), self.places), self.device)
-        with fail_together(self.device, CheckpointError):
+        written = gather_json((asdict(self.record), self.places))
+        with fail_together(CheckpointError):
             if first:
                 index = make_index(self.shapes, [places for _, places in written])
                 texts = self.texts | {"index.json": json.dumps(index)}
@@ -192,17 +188,15 @@ def load(
     checkpoint are ignored. Without `moments` only the weights are read, and the optimizer starts
     from scratch.
     """
-    device = worker.platform.device
-    folder = Path(broadcast_json(str(folder), 0, None, device))
+    folder = Path(broadcast_json(str(folder), 0))
     with hold_for_reading(folder):
         return _load(worker, folder, verified, moments)
 
 
 def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -> dict[str, Any]:
-    device = worker.platform.device
     if not verified:
-        _verify(folder, device)
-    with fail_together(device, CheckpointError):
+        _verify(folder)
+    with fail_together(CheckpointError):
         state = read_state(folder)
         check_state(worker.cfg, folder, state, moments and worker.optimizer is not None)
         if worker.cfg.lora.rank:
@@ -216,7 +210,7 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         keys = [piece.key for piece in pieces]
         remedy = f"resume with the configuration in its config.yaml, {OR_BEGIN}"
         reader.check(keys, shapes_of(worker), remedy)
-    with fail_together(device, CheckpointError), torch.no_grad():
+    with fail_together(CheckpointError), torch.no_grad():
         for piece in pieces:
             reader.fill(piece)
             worker.watchdog.busy()
@@ -232,21 +226,19 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
     return dict(progress.value)
 
 
-def find_latest_on_all_ranks(
-    run_folder: Path, device: torch.device, after: int = -1
-) -> Path | None:
+def find_latest_on_all_ranks(run_folder: Path, after: int = -1) -> Path | None:
     """Return the checkpoint that was written last among those whose files are all unchanged; each
     rank reads its share of them. Only serials `after` this one, rank 0's, count. This is a
     collective."""
     names: list[str] = []
-    with fail_together(device, CheckpointError):
+    with fail_together(CheckpointError):
         if dist.get_rank() == 0:
             names = [
                 str(folder) for folder in run_checkpoints.complete_checkpoints(run_folder, after)
             ]
-    for folder in map(Path, broadcast_json(names, 0, None, device)):
+    for folder in map(Path, broadcast_json(names, 0)):
         try:
-            _verify(folder, device)
+            _verify(folder)
         except CheckpointError as error:
             if dist.get_rank() == 0:
                 run_checkpoints.skip_damaged(folder, error)
@@ -255,6 +247,6 @@ def find_latest_on_all_ranks(
     return None
 
 
-def _verify(folder: Path, device: torch.device) -> None:
-    with fail_together(device, CheckpointError):
+def _verify(folder: Path) -> None:
+    with fail_together(CheckpointError):
         verify(folder, slice(dist.get_rank(), None, dist.get_world_size()))

@@ -2,7 +2,6 @@
 is a pure function of facts about the machine. A package may be missing, or installed and broken;
 not even torch needs to be there."""
 
-import datetime
 import importlib
 import importlib.metadata
 import os
@@ -48,10 +47,7 @@ _MODULES = {
 }
 _TALK_S = 20.0
 _START_S = 60.0  # seconds in which two processes must import torch
-_TALK = (
-    "import sys; from megatron_vlm.commands.doctor import talk_over_gloo; "
-    "talk_over_gloo(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))"
-)
+_TRIAL = "from megatron_vlm.distributed.group_trial import main; main()"
 
 
 def requirements(extras: Container[str]) -> list[tuple[str, Requirement]]:
@@ -127,47 +123,32 @@ def cache_folder() -> Path:
     return Path(DataConfig().cache_dir or ".").expanduser()
 
 
-def gloo_problem(program: str = _TALK, start_s: float = _START_S) -> str | None:
-    """Start two processes that communicate; return why they could not, or None."""
+def try_group(
+    backend: str = "gloo", world: int = 2, program: str = _TRIAL, start_s: float = _START_S
+) -> tuple[bool, str]:
+    """Start processes that communicate. Return whether they could, and their summary or why not."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", program, f"{folder}/store"]
-        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         processes = [
-            subprocess.Popen([*command, str(rank), str(_TALK_S)], **pipes, text=True)
-            for rank in (0, 1)
+            subprocess.Popen([*command, str(rank), f"{_TALK_S}", f"{world}", backend], **pipes)
+            for rank in range(world)
         ]
         end = time.monotonic() + start_s + _TALK_S
-        problems = []
+        problems, summaries = [], []
         for process in processes:
             try:
-                stderr = process.communicate(timeout=max(0.1, end - time.monotonic()))[1]
+                output = process.communicate(timeout=max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
                 problems.append(f"no answer within {start_s + _TALK_S:g} s")
                 continue
+            summary, errors = (text.decode(errors="replace").strip() for text in output)
+            summaries.append(summary)
             if process.returncode:
-                problems.append((stderr.strip() or "no message").splitlines()[-1])
-    return problems[0] if problems else None
-
-
-def talk_over_gloo(store: str, rank: int, timeout_s: float) -> None:
-    """Communicate with the other one of two processes."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_vlm.distributed.job_store import stay_on_this_machine
-
-    stay_on_this_machine()  # as a job of one machine does
-    timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout
-    )
-    value = torch.tensor([rank + 1.0])
-    dist.all_reduce(value)
-    dist.destroy_process_group()
-    if value.item() != 3:
-        sys.exit(f"1 + 2 came out as {value.item():g}")
+                problems.append((errors or "no message").splitlines()[-1])
+    return not problems, (problems or summaries)[0]
 
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
@@ -260,7 +241,9 @@ def all_checks() -> Iterator[Check]:
             yield from gpu_checks(gpus, driver, nccl_version())
         else:
             yield unseen_gpu_check(sign, driver, why_unseen())
-        yield gloo_check(gloo_problem(), bool(gpus))
+        if len(gpus) > 1:
+            yield nccl_check(len(gpus), *try_group("nccl", len(gpus)))
+        yield gloo_check(*try_group())
         compilers = map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))
         yield compiler_check(next(filter(None, compilers), None), bool(gpus))
     else:
@@ -342,14 +325,19 @@ def unseen_gpu_check(sign: str, driver: str | None, remedy: str) -> Check:
     return Check("GPU", MISSING, detail, f"{remedy}; on the CPU: platform=cpu")
 
 
-def gloo_check(problem: str | None, has_gpu: bool) -> Check:
-    """Check that two processes can add up a tensor. On GPUs, NCCL does that."""
-    detail = problem or "two processes can communicate"
+def nccl_check(count: int, works: bool, found: str) -> Check:
+    """Check that a process for each GPU can send what a run sends."""
+    advice = "NCCL_DEBUG=INFO says where it stops; NCCL_P2P_DISABLE=1 avoids direct access"
+    return _check(f"NCCL on {count} GPUs", works, found, advice, MISSING)
+
+
+def gloo_check(works: bool, found: str) -> Check:
+    """Check that two processes can communicate: hosts do so over gloo, on GPUs, too."""
     advice = (
         "loopback must be up (`ip link show lo`) and nothing may filter it; "
         "GLOO_SOCKET_IFNAME names another interface"
     )
-    return _check("gloo", problem is None, detail, advice, WARNING if has_gpu else MISSING)
+    return _check("gloo", works, found, advice, MISSING)
 
 
 def compiler_check(path: str | None, has_gpu: bool) -> Check:

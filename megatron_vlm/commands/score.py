@@ -230,7 +230,7 @@ def _score(
     watchdog.begin_phase(0, "scoring")
     if folder.is_writer:
         _report_present(folder)
-    together = partial(fail_together, worker.platform.device, DataError)
+    together = partial(fail_together, DataError)
     folder.compute(partial(score_on_ranks, worker, cfg, settings), _report_file, together)
     if folder.is_writer:
         _finish(folder)

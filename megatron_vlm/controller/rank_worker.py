@@ -130,9 +130,8 @@ class RankWorker:
         """Make micro-batches of the part. If one replica has a bad row, all ranks fail together,
         so that none is left in a collective."""
         message = "another rank cannot take its rows; see its message"
-        device = self.worker.platform.device
         try:
-            with fail_together(device, FailedElsewhereError, message):
+            with fail_together(FailedElsewhereError, message):
                 return self.worker.micro_batches(part.all_fields(), value_names, part.first_row)
         except MegatronVLMError:
             raise

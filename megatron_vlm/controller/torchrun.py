@@ -154,8 +154,7 @@ class LocalTransport:
             failure = error
         encoded = result_to_bytes(failure if failure else local_result if self.grid.leads else None)
         # Gather from all ranks, not only from this replica: an error must reach every rank.
-        device = self.member.worker.platform.device
-        results = [result_from_bytes(result) for result in all_gather_bytes(encoded, None, device)]
+        results = [result_from_bytes(result) for result in all_gather_bytes(encoded)]
         if errors := [result for result in results if isinstance(result, Exception)]:
             raise first_failure(errors) from failure
         leaders = map(self.dims.leader_of, range(self.dims.dp))

@@ -16,10 +16,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config, get, leaves
-from megatron_vlm.distributed.collectives import all_gather_bytes, all_gather_json
+from megatron_vlm.distributed.collectives import all_gather_bytes, all_gather_json, host_group
 from megatron_vlm.distributed.error_json import ShownValue, error_from_json, error_to_json
 from megatron_vlm.distributed.job_store import SignedStore
-from megatron_vlm.distributed.process import PREEMPTED, print_stopped_early, stop_signals_to
+from megatron_vlm.distributed.process import (
+    ON_ALL_RANKS,
+    PREEMPTED,
+    print_stopped_early,
+    stop_signals_to,
+)
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -71,33 +76,15 @@ def job_store() -> SignedStore | None:
     return SignedStore(store) if dist.get_world_size() > 1 else None
 
 
-def store_barrier(name: str) -> None:
-    """Wait for every rank, without a time limit: indexing a data set may outlast the time-out of
-    any collective. The watchdog detects a rank that is stuck. A job may use each `name` once."""
-    board, delay, key = job_store(), 0.01, f"meet/{name}"
-    if board is None:
-        return
-    board.write(f"{key}/{dist.get_rank()}", "here")
-    awaited_keys = [key]  # rank 0 waits for the others, and they wait for rank 0
-    if dist.get_rank() == 0:
-        awaited_keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
-    while awaited_keys := [each for each in awaited_keys if board.read(each) is None]:
-        time.sleep(delay)
-        delay = min(2 * delay, 0.2)
-    if dist.get_rank() == 0:
-        board.write(key, "all are here")
-
-
-def all_reduce_max(value: int, device: torch.device) -> int:
-    """Return the highest number of all ranks. A collective."""
-    number = torch.full((1,), value, dtype=torch.int32, device=device)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
+def all_reduce_max(value: int) -> int:
+    """Return the highest number of all ranks. A collective of the hosts."""
+    number = torch.tensor(value)
+    dist.all_reduce(number, dist.ReduceOp.MAX, group=host_group())
     return int(number)
 
 
 @contextlib.contextmanager
 def fail_together(
-    device: torch.device,
     error_type: type[MegatronVLMError],
     message: str | None = None,
     vote: Vote = Vote.OK,
@@ -117,17 +104,15 @@ def fail_together(
     except catches as error:
         failure = error
     error_vote = Vote.LOST if isinstance(failure, LostError) else Vote.FAILED
-    decision = all_reduce_max(vote if failure is None else error_vote, device)
+    decision = all_reduce_max(vote if failure is None else error_vote)
     fields: dict[str, Any] = {"problem": message or ""}
     if decision >= Vote.FAILED and message is None:
-        errors_of_ranks = all_gather_json(
-            None if failure is None else error_to_json(failure), None, device
-        )
+        errors_of_ranks = all_gather_json(None if failure is None else error_to_json(failure))
         fields = error_from_json(next(each for each in errors_of_ranks if each is not None))
-    if failure is not None:
-        raise failure
     if decision >= Vote.FAILED:
-        raise (LostError if decision == Vote.LOST else error_type)(**fields)
+        shared = failure or (LostError if decision == Vote.LOST else error_type)(**fields)
+        setattr(shared, ON_ALL_RANKS, True)
+        raise shared
     if decision == Vote.STOP:
         raise Stopped
 
@@ -144,13 +129,13 @@ def compared_keys(cfg: Config) -> dict[str, str]:
     return {key: repr(get(cfg, key)) for key in leaves() if key not in _LOCAL}
 
 
-def check_same(values: Mapping[str, str], digests: Mapping[str, str], device: torch.device) -> None:
+def check_same(values: Mapping[str, str], digests: Mapping[str, str]) -> None:
     """Raise the same error on all ranks if one has other values or digests than rank 0. A message
     shows only the names of digests. A collective."""
     local = json.dumps([dict(values), dict(digests)], sort_keys=True).encode()
-    if len(set(all_gather_bytes(hashlib.sha256(local).digest(), None, device))) == 1:
+    if len(set(all_gather_bytes(hashlib.sha256(local).digest()))) == 1:
         return
-    first, *others = _differences(all_gather_bytes(local, None, device))
+    first, *others = _differences(all_gather_bytes(local))
     fields = first.fields() | {
         "problem": "; ".join([first.problem, *map(str, others)]),
         "remedy": "start every rank with the same arguments, and give all machines the same model",
@@ -230,7 +215,7 @@ def _collectives(grid: "RankGroups") -> list[tuple[str, list[int], int]]:
     """Return each group's name, ranks, and number of collectives that this rank has entered."""
     axes = {"tp": grid.tp, "dp": grid.dp, "replica": grid.replica, "ep": grid.ep, "edp": grid.edp}
     groups: dict[str, Any] = {n: axis.group for n, axis in axes.items() if axis.size > 1}
-    groups["all"] = dist.group.WORLD
+    groups |= {"all": dist.group.WORLD, "hosts": host_group()}
     return [
         (name, dist.get_process_group_ranks(group), group._get_sequence_number_for_group())
         for name, group in groups.items()

@@ -1,9 +1,10 @@
-"""Bytes and JSON between ranks, as tensors of bytes. All functions are collectives of the group,
-and `device` is that of this rank.
+"""Bytes and JSON between ranks, as tensors of bytes. All functions are collectives of the group, by
+default of `host_group`. Tensors for another group lie on `device`.
 
 torch's own collectives for objects unpickle what arrives, and a pickle may run any program: anyone
 who can write to one connection of a job would control its machines. Here a message is only data."""
 
+import datetime
 import json
 from typing import Any
 
@@ -13,15 +14,34 @@ from torch import Tensor
 
 from megatron_vlm.distributed.device import to_device
 
-Group = dist.ProcessGroup | None  # None: all ranks
+Group = dist.ProcessGroup | None  # None: all ranks, from host to host
+HOST = torch.device("cpu")
+_HOST_GROUP = "HOST_GROUP"
+_NO_LIMIT = datetime.timedelta(days=30)
+
+
+def make_host_group() -> None:
+    """Create the group of `host_group`. A collective of all ranks."""
+    if dist.get_world_size() > 1:
+        dist.new_group(timeout=_NO_LIMIT, backend="gloo", group_desc=_HOST_GROUP)
+
+
+def host_group() -> dist.ProcessGroup:
+    """Return the gloo group of all ranks, for what comes from a host and goes to a host. NCCL would
+    keep a GPU busy while a rank waits, and end the job after its time-out, even if another rank is
+    still loading or writing. Here the watchdog alone decides how long a rank may take."""
+    groups = dist.distributed_c10d._world.pg_map
+    world: Any = dist.group.WORLD  # a rank alone, or a world that join_world has not made
+    return next((group for group in groups if group.group_desc == _HOST_GROUP), world)
 
 
 def broadcast_bytes(
-    message: bytes | None, source: int, group: Group, device: torch.device
+    message: bytes | None, source: int, group: Group = None, device: torch.device = HOST
 ) -> bytes:
     """Return the bytes of rank `source`, of the whole job, on every rank of the group."""
     content = message if dist.get_rank() == source else None
     assert content is not None or dist.get_rank() != source
+    group = group or host_group()
     size = _number(0 if content is None else len(content), device)
     dist.broadcast(size, source, group=group)
     count = int(size) if content is None else len(content)
@@ -32,32 +52,37 @@ def broadcast_bytes(
     return _unpack_bytes(data)
 
 
-def broadcast_json(value: Any, source: int, group: Group, device: torch.device) -> Any:
+def broadcast_json(
+    value: Any, source: int, group: Group = None, device: torch.device = HOST
+) -> Any:
     """Return the JSON value of rank `source` on every rank of the group, with tuples as lists."""
     text = json.dumps(value).encode() if dist.get_rank() == source else None
     return json.loads(broadcast_bytes(text, source, group, device))
 
 
-def all_gather_bytes(message: bytes, group: Group, device: torch.device) -> list[bytes]:
+def all_gather_bytes(
+    message: bytes, group: Group = None, device: torch.device = HOST
+) -> list[bytes]:
     """Return the bytes of each rank of the group, in the order of the ranks, on all of them."""
+    group = group or host_group()
     sizes, padded = _gather_sizes(message, group, device)
     buffers = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(buffers, padded, group=group)
     return [_unpack_bytes(data[:size]) for data, size in zip(buffers, sizes, strict=True)]
 
 
-def all_gather_json(value: Any, group: Group, device: torch.device) -> list[Any]:
+def all_gather_json(value: Any, group: Group = None, device: torch.device = HOST) -> list[Any]:
     """Return the JSON value of each rank of the group, in their order, on all of them."""
     return [
         json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), group, device)
     ]
 
 
-def gather_json(value: Any, device: torch.device) -> list[Any]:
+def gather_json(value: Any) -> list[Any]:
     """Return the value of each rank of the job on rank 0, and an empty list on the others."""
-    sizes, padded = _gather_sizes(json.dumps(value).encode(), None, device)
+    sizes, padded = _gather_sizes(json.dumps(value).encode(), host_group(), HOST)
     buffers = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
-    dist.gather(padded, buffers, dst=0)
+    dist.gather(padded, buffers, dst=0, group=host_group())
     pairs = zip(buffers or [], sizes, strict=False)
     return [json.loads(_unpack_bytes(data[:size])) for data, size in pairs]
 
@@ -78,12 +103,13 @@ def receive_json(source: int, group: Group, device: torch.device) -> Any:
     return json.loads(_unpack_bytes(data))
 
 
-def _gather_sizes(message: bytes, group: Group, device: torch.device) -> tuple[list[int], Tensor]:
+def _gather_sizes(
+    message: bytes, group: dist.ProcessGroup, device: torch.device
+) -> tuple[list[int], Tensor]:
     """Return the size of every rank's message, and this rank's message padded to the longest."""
-    size = _number(len(message), device)
-    all_sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_sizes, size, group=group)
-    sizes = [int(each) for each in all_sizes]
+    all_sizes = torch.empty(group.size(), dtype=torch.long, device=device)
+    dist.all_gather_into_tensor(all_sizes, _number(len(message), device), group=group)
+    sizes = all_sizes.tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: len(message)] = _pack_bytes(message, device)
     return sizes, padded

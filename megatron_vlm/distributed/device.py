@@ -243,6 +243,15 @@ class Gpu:
     peak_flops: float | None
 
 
+def memory_outside(platform: Platform) -> int:
+    """Return the bytes of a GPU that are in use outside torch's allocator, by any process; else
+    0."""
+    if not platform.is_cuda:
+        return 0
+    free, total = torch.cuda.mem_get_info(platform.device)
+    return total - free - torch.cuda.memory_reserved(platform.device)
+
+
 def count_gpus() -> int:
     """Return the number of devices that torch sees."""
     return torch.cuda.device_count()

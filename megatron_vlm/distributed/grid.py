@@ -3,6 +3,7 @@ parallel_state."""
 
 import contextlib
 import datetime
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_vlm.distributed.dims import CutGroup, ParallelDims
+from megatron_vlm.distributed.process import FAILED
 from megatron_vlm.errors import ConfigError
 
 _LOOK_S = 0.01
@@ -141,7 +143,7 @@ def leave_world(has_failed: bool | None = None) -> None:
     gloo's threads free the tensors of a collective after its caller has gone on. A thread that does
     so while the interpreter ends would abort the process, so the threads get their time here.
     """
-    if has_failed is None:
+    if is_at_exit := has_failed is None:
         has_failed = getattr(sys, "last_value", None) is not None
     if dist.is_initialized() and not has_failed:
         parallel_state.destroy_model_parallel()
@@ -150,6 +152,17 @@ def leave_world(has_failed: bool | None = None) -> None:
     while quiet < _QUIET_LOOKS and looks < _MOST_LOOKS:
         time.sleep(_LOOK_S)
         looks, quiet = looks + 1, 0 if _is_gloo_running() else quiet + 1
+    if is_at_exit and has_failed:
+        end_with_nccl(FAILED)
+
+
+def end_with_nccl(status: int) -> None:
+    """End this failed process at once if it has groups of NCCL. Their destructors wait for the
+    kernels of collectives, which may wait for a rank that has ended."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _is_gloo_running() -> bool:

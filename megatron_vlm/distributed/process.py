@@ -26,6 +26,8 @@ STUCK = 70  # a rank made no progress any more
 PREEMPTED = 75  # saved after a signal: start again to resume
 INTERRUPTED = 130  # Ctrl-C twice: nothing was saved
 
+ON_ALL_RANKS = "is_on_all_ranks"  # attribute of an error that every rank raises
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # requests to save and stop
 STOPPED_EARLY = "stopped by a signal: there is nothing to save"
 
@@ -39,7 +41,10 @@ LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # process id of our own launcher, if it star
 _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", SECRET)
 _JOB = ("TORCHELASTIC_", "MASTER_", "GLOO_", "NCCL_ASYNC")
 
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's
+_LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),  # gloo's words
+    *("remote process exited", "communicator was aborted"),  # NCCL's
+)
 
 
 def without_job() -> dict[str, str]:
@@ -93,10 +98,13 @@ def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str
     with ended_by_signals():
         status = run_guarded(command, arguments)
         if "megatron_vlm.distributed.grid" in sys.modules:
-            from megatron_vlm.distributed.grid import leave_world
+            from megatron_vlm.distributed.grid import end_with_nccl, leave_world
 
-            leave_world(has_failed=status in (FAILED, MISTAKE))
+            has_failed = status in (FAILED, MISTAKE)
+            leave_world(has_failed)
             atexit.unregister(leave_world)  # it would not know that the command has failed
+            if has_failed:
+                end_with_nccl(status)
         return status
 
 
@@ -144,7 +152,7 @@ def run_guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str
             print_to_user(f"rank {os.environ.get('RANK', '0')}: {text}")
         return FAILED if isinstance(error, LostError) else MISTAKE
     except RuntimeError as error:
-        if not any(text in str(error) for text in _LOST_PEER) or os.environ.get(DEBUG):
+        if not is_lost_peer(error) or os.environ.get(DEBUG):
             raise
         if LAUNCHER not in os.environ:  # our launcher names the rank that ended
             print_to_user(
@@ -155,6 +163,11 @@ def run_guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str
     except KeyboardInterrupt:
         print_to_user("stopped at once; nothing was saved")
         return INTERRUPTED
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether the error only says that another rank has ended."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
 
 
 def _is_first_to_say(text: str) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from megatron_vlm.distributed.agreement import Signals, Stopped, Vote, all_reduce_max
@@ -36,13 +35,12 @@ class CommandChannel:
         self,
         watchdog: Watchdog,
         signals: Signals,
-        device: torch.device,
         run: Callable[[str, list[Any]], Any],
         content: type[Content],
         unreachable: Callable[[str, Exception], Exception] | None = None,
     ):
         """`unreachable` returns the error to raise where the others cannot receive a command."""
-        self.watchdog, self.signals, self.device = watchdog, signals, device
+        self.watchdog, self.signals = watchdog, signals
         self.run, self.content, self.unreachable = run, content, unreachable
         self.alone = dist.get_world_size() == 1
         self.is_stopping = False
@@ -67,9 +65,9 @@ class CommandChannel:
             self._meet()
             if not self.alone:
                 command = {"method": method, "arguments": plain, "contents": [*packed]}
-                broadcast_json(command, 0, None, self.device)
+                broadcast_json(command, 0)
                 for content in packed.values():
-                    broadcast_bytes(content, 0, None, self.device)
+                    broadcast_bytes(content, 0)
         except Exception as error:
             if self.unreachable is None or isinstance(error, Stopped):
                 raise
@@ -88,10 +86,10 @@ class CommandChannel:
         """Run the commands of rank 0 until it sends `end`, and return the arguments of that."""
         while True:
             self._meet()
-            command = broadcast_json(None, 0, None, self.device)
+            command = broadcast_json(None, 0)
             method, arguments = command["method"], command["arguments"]
             for place in command["contents"]:
-                data = broadcast_bytes(None, 0, None, self.device)
+                data = broadcast_bytes(None, 0)
                 arguments[place] = data if method == "end" else self.content.from_bytes(data)
             if method == "end":
                 return arguments
@@ -102,7 +100,7 @@ class CommandChannel:
         self.last = time.monotonic()
         self.watchdog.alive()
         vote = Vote.OK if self.signals.received is None else Vote.STOP
-        if all_reduce_max(vote, self.device) == Vote.STOP and not self.is_stopping:
+        if all_reduce_max(vote) == Vote.STOP and not self.is_stopping:
             self.is_stopping = True
             raise Stopped
 

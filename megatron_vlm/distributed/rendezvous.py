@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron_vlm.distributed.collectives import make_host_group
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.grid import leave_world
 from megatron_vlm.distributed.job_store import (
@@ -68,13 +69,9 @@ def _join(
             _take_place(store, rank, world)
         store = of_this_attempt(part_of_job(store), rank, world)
     dist.init_process_group(
-        platform.dist_backend,
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=timeout,
-        device_id=platform.device if platform.is_cuda else None,
+        platform.dist_backend, store=store, rank=rank, world_size=world, timeout=timeout
     )
+    make_host_group()
 
 
 def _open_store(rank: int, here: bool, timeout: datetime.timedelta) -> Any:

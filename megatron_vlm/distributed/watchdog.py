@@ -20,12 +20,22 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_vlm.distributed.process import LAUNCHER, STUCK, print_to_user
+from megatron_vlm.distributed.process import (
+    FAILED,
+    LAUNCHER,
+    ON_ALL_RANKS,
+    STUCK,
+    is_lost_peer,
+    print_to_user,
+)
 from megatron_vlm.distributed.watchdog_process import WatchdogProcess, dumps_of
+from megatron_vlm.errors import sentences
+from megatron_vlm.secret_text import hide_secrets
 
 if TYPE_CHECKING:
     from megatron_vlm.distributed.job_store import SignedStore
 
+_FAILURE = "failed"  # key of the store: a rank that failed alone, and its words
 _NAME = "watchdog"  # name of the watchdog's threads
 _SAY_S = 2.0  # time for a message: the reader of the output may have stopped reading
 _MOVED = 2**16  # bytes that count as progress: logging threads always write a few
@@ -66,6 +76,8 @@ class Watchdog:
         self.answered: float | None = None  # time of the store's last reply; None before ranks met
         self.seen: dict[int, tuple[list[Any], float]] = {}
         self.signs: list[RankStatus] = []
+        self.board: SignedStore | None = None
+        self.failure: tuple[str, float] | None = None  # words of another rank, and when they came
         self.sentinel: WatchdogProcess | None = None
         self.thread: threading.Thread | None = None
         if timeout_s is not None:
@@ -81,14 +93,17 @@ class Watchdog:
         watchdog = Watchdog(rank, 60 * timeout_minutes, run and os.path.join(run, "stacks"))
         try:
             yield watchdog
+        except Exception as error:
+            watchdog.tell_failure(error)
+            raise
         finally:
             watchdog.stop()
 
     def join(self, board: "SignedStore | None", world: int) -> None:
         """Start to watch the other ranks too, after they have met. A rank alone has no store."""
         if self.timeout_s is not None and board is not None:
-            self.answered = self.clock
-            work = partial(self._exchange, board, world)
+            self.board, self.answered = board, self.clock
+            work = partial(self._keep_exchanging, board, world)
             threading.Thread(target=work, daemon=True, name=_NAME).start()
 
     def begin_phase(self, step: int, phase: str, files: bool = False) -> None:
@@ -107,6 +122,17 @@ class Watchdog:
     def busy(self) -> None:
         """Report progress of this rank. Others may have less to do."""
         self.since = self.clock
+
+    def tell_failure(self, error: Exception) -> None:
+        """Tell the other ranks why this one ends, unless they know. gloo's collectives fail when a
+        rank has ended, but NCCL's wait for it."""
+        if self.board is None or getattr(error, ON_ALL_RANKS, False) or is_lost_peer(error):
+            return
+        words = "; ".join(sentences(error)) or f"{type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):  # the store has ended with rank 0
+            self.board.write(_FAILURE, json.dumps([self.rank, hide_secrets(words)]))
+            if self.rank == 0:  # the store may end with this process
+                time.sleep(self.every_s)
 
     def stop(self) -> None:
         """Stop the watchdog at the end of the job."""
@@ -142,7 +168,8 @@ class Watchdog:
             else:
                 self.sentinel.forget()
             if text and not self.done.is_set():
-                end(f"rank {self.rank}: {text}", self.sentinel)
+                status = STUCK if self.failure is None else FAILED
+                end(f"rank {self.rank}: {text}", self.sentinel, status)
 
     def _works(self, passed: float) -> bool:
         """Return whether the thread that made this watchdog computed during the last interval.
@@ -165,25 +192,33 @@ class Watchdog:
             # It holds the store: without it no other rank can be read.
             what = "rank 0, which has died or cannot be reached, has not answered"
             return _sentence(what, silence, timeout_s, *own)
+        if self.failure is not None:
+            words, known_since = self.failure
+            if self.clock - max(known_since, self.since) > 2 * self.every_s:
+                return f"{words}; {own[0]}"
         still, reached = self.clock - self.since, (self.phases, self.signs_of_life)
         status = RankStatus(self.rank, reached, self.step, self.phase, 0.0, still)
         culprit = find_stuck(self.signs or [status], timeout_s)
         return None if culprit is None else describe(culprit, timeout_s, self.folder)
 
-    def _exchange(self, board: "SignedStore", world: int) -> None:
+    def _keep_exchanging(self, board: "SignedStore", world: int) -> None:
         """Exchange states with the other ranks. It has its own thread, because a call to the store
         never returns if the connection is cut."""
         beat = 0
-        while not self.done.wait(self.every_s):
-            beat += 1
-            reached = self.phases, self.signs_of_life
-            state = [beat, reached, self.step, self.phase, self.clock - self.since]
-            try:
-                board.write(f"watchdog/{self.rank}", json.dumps(state))
-                self.signs = [self._read(board, rank) for rank in range(world)]
-            except Exception:  # the store has ended with rank 0
-                return
-            self.answered = self.clock
+        with contextlib.suppress(Exception):  # the store has ended with rank 0
+            while not self.done.wait(self.every_s):
+                beat += 1
+                self.exchange(board, world, beat)
+
+    def exchange(self, board: "SignedStore", world: int, beat: int) -> None:
+        """Write the state of this rank, and read those of the others."""
+        reached = self.phases, self.signs_of_life
+        state = [beat, reached, self.step, self.phase, self.clock - self.since]
+        board.write(f"watchdog/{self.rank}", json.dumps(state))
+        self.signs = [self._read(board, rank) for rank in range(world)]
+        if self.failure is None and (text := board.read(_FAILURE)) is not None:
+            self.failure = "rank {} has failed: {}".format(*json.loads(text)), self.clock
+        self.answered = self.clock
 
     def _read(self, board: "SignedStore", rank: int) -> RankStatus:
         text = board.read(f"watchdog/{rank}")
@@ -216,14 +251,14 @@ def _data_workers() -> list[str]:
         return []
 
 
-def end(text: str, sentinel: WatchdogProcess) -> None:
+def end(text: str, sentinel: WatchdogProcess, status: int = STUCK) -> None:
     """Print the text and end this process, even if nobody reads the output or its dumps cannot be
     written."""
     printer = threading.Thread(target=print_to_user, args=(text,), daemon=True, name=_NAME)
     printer.start()
     printer.join(_SAY_S)
     sentinel.close(_SAY_S)
-    os._exit(STUCK)
+    os._exit(status)
 
 
 def find_stuck(signs: list[RankStatus], timeout_s: float) -> RankStatus | None:

@@ -70,7 +70,7 @@ def write_gathered(
     """Call `write` on global rank 0 with the tensors of `gather_tensors`. This is a collective."""
     # The replicas that share experts with the first one send their tensors.
     named = gather_tensors(held, table, grid, of=of) if grid.edp.rank == 0 else iter(())
-    with fail_together(next(iter(held.values())).device, CheckpointError):
+    with fail_together(CheckpointError):
         try:
             if grid.dp.rank == 0 and grid.leads:
                 write(named)

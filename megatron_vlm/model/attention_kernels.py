@@ -148,7 +148,7 @@ def choose_kernel(setting: str, shape: AttentionShape, platform: Platform) -> st
         return TORCH
     tried = {kernel: _try(kernel, shape, platform) for kernel in (TORCH, *MEASURED)}
     local_times = {kernel: result for kernel, result in tried.items() if isinstance(result, float)}
-    rank_times = all_gather_json(local_times, None, platform.device)
+    rank_times = all_gather_json(local_times)
     chosen = fastest_kernel(rank_times)
     if torch.distributed.get_rank() == 0 and len(local_times) > 1:
         times = ", ".join(f"{kernel} {1e3 * took:.2f} ms" for kernel, took in local_times.items())

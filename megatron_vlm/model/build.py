@@ -62,7 +62,7 @@ def accumulates_fp32(setting: bool | None, dtype: torch.dtype, platform: Platfor
             found=True,
             remedy="set it to null",
         )
-    if platform.is_cuda and all_reduce_max(int(failure is not None), platform.device):
+    if platform.is_cuda and all_reduce_max(int(failure is not None)):
         return False
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)

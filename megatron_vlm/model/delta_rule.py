@@ -327,7 +327,7 @@ def choose_delta_rule(
             f"{_KEY}=auto, which takes the slower rule of this package instead",
         )
     is_first = torch.distributed.get_rank() == 0
-    if all_reduce_max(int(lacking is not None), platform.device):
+    if all_reduce_max(int(lacking is not None)):
         reason = lacking or "another rank cannot run flash-linear-attention"
         if is_first:
             print_to_user(f"{_KEY}={setting} is torch: {reason}; linear attention runs slower")

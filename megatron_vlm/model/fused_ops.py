@@ -228,7 +228,7 @@ def compiles(setting: bool | None, platform: Platform) -> bool:
         return bool(setting)
     if lacking:
         print_to_user(f"model.compile is off: {lacking}; layers run slower, with the same results")
-    return not all_reduce_max(int(lacking is not None), platform.device)
+    return not all_reduce_max(int(lacking is not None))
 
 
 def missing_compiler(platform: Platform) -> str | None:

@@ -47,7 +47,7 @@ def sync_engine_weights(
 ) -> None:
     """Send the current weights to the engines: tensor by tensor, or as an adapter in `folder`. This
     is a collective; rank 0 has the engines, and all ranks raise its error."""
-    with fail_together(worker.platform.device, SamplerError):
+    with fail_together(SamplerError):
         _send_weights(worker, engines, version, folder)
 
 

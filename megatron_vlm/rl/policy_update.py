@@ -157,7 +157,7 @@ class PolicyUpdater:
         for number, scores in values.teacher.items() if self.worker.grid.leads else ():
             gap_N = values.old[number] - scores.label_log_probs_N
             local[str(number)] = float(gap_N.double().mean())
-        gathered = all_gather_json(local, None, self.worker.platform.device)
+        gathered = all_gather_json(local)
         return dict(sorted((int(number), kl) for each in gathered for number, kl in each.items()))
 
     def teacher_scores(
@@ -253,7 +253,7 @@ class PolicyUpdater:
             local_sums[2] += int((ratio_N > rl.max_weight).sum())
             local_sums[3] += int(((ratio_N < low) | (ratio_N > high)).sum())
             local_sums[4] += len(differ_N)
-        sums = all_gather_json(local_sums, None, self.worker.platform.device)
+        sums = all_gather_json(local_sums)
         largest, total, cut, masked, tokens = zip(*sums, strict=True)
         count = sum(tokens)
         share = None if rl.mask_weight is None else sum(masked) / count

@@ -34,7 +34,6 @@ class RankCommands:
         self.channel = CommandChannel(
             worker.watchdog,
             signals,
-            worker.platform.device,
             lambda method, arguments: methods[method](*arguments),
             TensorBatch,
         )
@@ -104,7 +103,7 @@ class RankCommands:
         local_completions = (
             [[each.as_json() for each in answers] for answers in completions] if grid.leads else []
         )
-        by_rank = all_gather_json(local_completions, None, self.channel.device)
+        by_rank = all_gather_json(local_completions)
         by_replica = [by_rank[dims.leader_of(replica)] for replica in range(grid.dp.size)]
         return [
             [

@@ -140,7 +140,7 @@ def _gather_sums(
         for number, gap_N in gaps.items()
         if updater.worker.grid.leads
     }
-    gathered = all_gather_json(local, None, updater.worker.platform.device)
+    gathered = all_gather_json(local)
     sums = {int(number): each for part in gathered for number, each in part.items()}
     answers: dict[int, AnswerSums] = {}
     for number, (kl, gain) in sorted(sums.items()):

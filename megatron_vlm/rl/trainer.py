@@ -45,7 +45,7 @@ class RlTrainer:
         self.run, self.opened = run, opened
         self.cfg, self.leads = run.cfg, run.worker.grid.rank == 0
         self.updater = PolicyUpdater(run.worker)
-        with fail_together(run.worker.platform.device, ConfigError):
+        with fail_together(ConfigError):
             if self.leads:
                 check_teachers(self.cfg)
         if needs_initial_model(self.cfg):
@@ -63,7 +63,7 @@ class RlTrainer:
         self.signal, self.sight = SignalWatch(self.cfg.rl), SightWatch()
         held_out = HeldOutPrompts.open(run)
         run.begin_phase(run.progress.step, "starting rewards and engines", files=True)
-        with fail_together(run.worker.platform.device, ConfigError):
+        with fail_together(ConfigError):
             if self.leads:
                 self._start_reward_pool(held_out)
         if needs_held_out_rewards(self.cfg):

@@ -14,6 +14,7 @@ from megatron_vlm.checkpoint.state_json import mark_of, read_state, training_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported
 from megatron_vlm.distributed.agreement import Signals, all_reduce_max, fail_together
+from megatron_vlm.distributed.collectives import host_group
 from megatron_vlm.distributed.process import PREEMPTED, restarts
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export_folder import ExportMark, Upload, changed_file, read_export_mark
@@ -84,33 +85,33 @@ class CheckpointManager:
     def find(self) -> None:
         """Find the checkpoint that checkpoint.resume means. The frozen inputs of an undamaged one
         are compared here, since a run may use its own for hours before it resumes. A collective."""
-        setting, device = self.cfg.checkpoint.resume, self.worker.platform.device
+        setting = self.cfg.checkpoint.resume
         origin = None if setting in ("auto", "never") else Path(setting)
         # After a failure a job resumes from the checkpoints that it has written, however it was
         # started. Under torchrun each machine counts its own restarts.
-        is_restarted = bool(all_reduce_max(int(restarts() > 0), device))
+        is_restarted = bool(all_reduce_max(int(restarts() > 0)))
         if setting == "auto" or is_restarted:
             after = self.claim.last_serial if self.claim and setting != "auto" else -1
-            latest = find_latest_on_all_ranks(self.folder, device, after)
+            latest = find_latest_on_all_ranks(self.folder, after)
             origin, self.is_verified = latest or origin, latest is not None
         elif setting == "never":
             check_unused(self.folder)
         self.origin = origin
-        with fail_together(device, CheckpointError):
+        with fail_together(CheckpointError):
             if origin is not None and self.is_verified and self.frozen:
                 progress = read_state(origin)["progress"].value
                 changed_inputs(origin, inputs_from_json(progress), self.frozen)
 
     def resume(self) -> Progress:
         """Resume from the checkpoint that was found. A collective."""
-        origin, device = self.origin, self.worker.platform.device
+        origin = self.origin
         if origin is None:
             if dist.get_rank() == 0 and any(run_checkpoints.other_lines(self.folder, None)):
                 self.remarks.append(f"no checkpoint in {self.folder} can be used: starting anew")
             return Progress(data=self.data)
         progress = Progress.from_json(load(self.worker, origin, self.is_verified))
         changed = changed_rows(origin, progress, self.data)
-        with fail_together(device, CheckpointError):
+        with fail_together(CheckpointError):
             changed += changed_inputs(origin, progress.frozen, self.frozen)
             changed = list(dict.fromkeys(changed))
             if dist.get_rank() == 0:
@@ -129,7 +130,7 @@ class CheckpointManager:
             return progress
         folder = run_checkpoints.step_folder(self.folder, progress.best_step)
         is_missing = self.head is not None and not run_checkpoints.is_in_line(folder, self.head)
-        if not all_reduce_max(int(is_missing), self.worker.platform.device):
+        if not all_reduce_max(int(is_missing)):
             return progress
         if dist.get_rank() == 0:
             self.remarks.append(
@@ -155,7 +156,7 @@ class CheckpointManager:
         target = run_checkpoints.step_folder(self.folder, progress.step)
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
+        dist.barrier(group=host_group())
         content = replace(progress, data=self.data, frozen=self.frozen).to_json()
         async_save, run = self.cfg.checkpoint.async_save, self.claim.run if self.claim else None
         texts = self.more_texts()
@@ -248,7 +249,7 @@ class Exporter:
         if is_current and (name := changed_file(target)) is not None:
             self.log.say(f"{target / name} has changed since it was written: exporting again")
             is_current = False
-        if all_reduce_max(int(is_current), self.worker.platform.device):
+        if all_reduce_max(int(is_current)):
             self.log.say(f"{target} already holds step {self.saver.saved_step}")
             return
         self.begin_phase(step, "export", files=True)
@@ -274,7 +275,7 @@ class Exporter:
         while not ending:
             status = upload.wait() if upload is not None else 0
             status = status if signals.received is None else PREEMPTED
-            ending = all_reduce_max(status, self.worker.platform.device)
+            ending = all_reduce_max(status)
             self.worker.watchdog.alive()
         if upload is not None:
             self.log.event(step, upload.said or f"stopped by a signal; {upload.again}")

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_vlm.config.evaluation_checks import DEFAULT_MINUTES, DEFAULT_STEPS, epochs_between
@@ -101,8 +100,8 @@ def _is_better(
 class DefaultInterval:
     """The interval of a group that sets none. Rank 0's clock decides for all ranks."""
 
-    def __init__(self, device: torch.device, now: Callable[[], float] = time.monotonic):
-        self.device, self.now = device, now
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self.now = now
         self.restart()
 
     def restart(self) -> None:
@@ -112,7 +111,7 @@ class DefaultInterval:
     def is_over(self, step: int) -> bool:
         """Return whether the interval ends once `step` steps are done. A collective."""
         is_late = dist.get_rank() == 0 and self.now() - self.began >= 60 * DEFAULT_MINUTES
-        return step % DEFAULT_STEPS == 0 or bool(all_reduce_max(int(is_late), self.device))
+        return step % DEFAULT_STEPS == 0 or bool(all_reduce_max(int(is_late)))
 
 
 def is_due(

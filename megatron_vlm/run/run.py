@@ -13,7 +13,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.distributed.agreement import Signals, Stopped, Vote, fail_together
-from megatron_vlm.distributed.collectives import gather_json
+from megatron_vlm.distributed.collectives import gather_json, host_group
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError
@@ -72,7 +72,7 @@ class Run:
         self.total_steps = total_steps(cfg.train, self.feeder.length, prompts_only)
         self.begin_phase(0, "resuming", files=True)
         frozen = {}
-        with fail_together(platform.device, CheckpointError):
+        with fail_together(CheckpointError):
             if grid.rank == 0:
                 frozen = frozen_inputs(worker, prompts_only)
         self.saver = CheckpointManager(cfg, worker, self.feeder.fingerprint, frozen, claim)
@@ -91,7 +91,7 @@ class Run:
         self.profiler = Profiler(cfg, grid.rank, platform)
         opened.callback(self.profiler.close)
         self.meter, self.guard = Meter(platform), NonFiniteGuard(cfg)
-        self.interval, self.is_interval_over = DefaultInterval(platform.device), False
+        self.interval, self.is_interval_over = DefaultInterval(), False
         self.reports = stage_reports(cfg, worker.dims, worker.table)
         if self.log.speaks:
             self._announce(length, prompts_only)
@@ -105,7 +105,7 @@ class Run:
         """Open a run that is always closed again. Without an error, all ranks end together."""
         with ExitStack() as opened:
             yield Run(cfg, watchdog, signals or Signals(), opened, prompts_only)
-        dist.barrier()
+        dist.barrier(group=host_group())
 
     def _keep_reference(self) -> None:
         """Compute the reference log-probs of all data, or read them from the cache."""
@@ -205,7 +205,7 @@ class Run:
         self.log.step(figures)
         if has_usage_line(done, self.total_steps):
             platform = self.worker.platform
-            memory = gather_json(round(platform.memory_peak() / 2**30, 3), platform.device)
+            memory = gather_json(round(platform.memory_peak() / 2**30, 3))
             self.log.usage(done, memory, self.phase_times.take())
         if (warning := self.guard.check(done, metrics, norm)) is not None:
             self.log.event(done, warning)

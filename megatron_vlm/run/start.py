@@ -9,12 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.agreement import fail_together, store_barrier
+from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import broadcast_json
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.printable import size_text
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout, with_layout_of
@@ -40,19 +40,12 @@ def resolve_layout(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
     platform, remark = pick_platform(cfg.platform), ""
     watchdog.begin_phase(0, "planning the layout", files=True)
     join_world(platform, PATIENCE * cfg.launch.timeout_minutes)
-    failure: MegatronVLMError | None = None
     planned = cfg
-    if dist.get_rank() == 0:
-        try:
+    with fail_together(DataError):
+        if dist.get_rank() == 0:
             planned, remark = _decide(cfg, platform)
-        except MegatronVLMError as error:
-            failure = error
-    store_barrier("the layout")
-    with fail_together(platform.device, DataError):
-        if failure is not None:
-            raise failure
     values: Any = {name: asdict(getattr(planned, name)) for name in _PLANNED}
-    values = broadcast_json(values, 0, None, platform.device)
+    values = broadcast_json(values, 0)
     values["parallel"]["auto"] = tuple(values["parallel"]["auto"])
     cfg = replace(cfg, **{name: replace(getattr(cfg, name), **values[name]) for name in _PLANNED})
     return cfg, remark

@@ -187,9 +187,8 @@ class ModelCommands:
 
     def __init__(self, models: Models, signals: Signals):
         self.models = models
-        watchdog, device = models.watchdog, models.base.platform.device
         self.channel = CommandChannel(
-            watchdog, signals, device, self._run, TensorBatch, _unreachable
+            models.watchdog, signals, self._run, TensorBatch, _unreachable
         )
         self.wait = self.channel.wait
         self.performed = 0  # number of calls that have run, the same on all ranks

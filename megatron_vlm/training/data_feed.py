@@ -14,11 +14,11 @@ from megatron_vlm.data.batches.dataset import DataSet, open_data, with_scores
 from megatron_vlm.data.batches.loader import BatchFigures, Loader, Replica, StepBatch
 from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.batches.stream_set import StreamSet
-from megatron_vlm.distributed.agreement import Vote, fail_together, store_barrier
+from megatron_vlm.distributed.agreement import Vote, fail_together
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.printable import show_count
 from megatron_vlm.training.broadcast import share_batch, share_json
@@ -39,7 +39,7 @@ class SharedBatches:
     def next(self, vote: Vote = Vote.OK) -> StepBatch:
         """Return the next batch. A vote or an error of one rank applies to all. A collective."""
         loaded: Any = None
-        with fail_together(self.device, DataError, _ELSEWHERE, vote, catches=DataError):
+        with fail_together(DataError, _ELSEWHERE, vote, catches=DataError):
             if self.batches is not None:
                 batch = next(self.batches)
                 count = len(batch.micro_batches)
@@ -81,7 +81,7 @@ class Feeder:
         )
         self.remarks = Remarks(**remarks)
         self.fingerprint = Fingerprint.from_json(saved)
-        _check_same(self.fingerprint, device)
+        _check_same(self.fingerprint)
 
     def faults(self) -> str:
         """Describe in a sentence what was left out so far; empty if nothing was."""
@@ -124,25 +124,16 @@ def open_together(
     that all ranks need. An error on one rank is an error on all. A collective."""
     data: T | None = None
     opened: Any = None
-    failure: MegatronVLMError | None = None
     watchdog.begin_phase(0, f"opening {name}", files=True)
-    if grid.leads:
-        try:
+    with fail_together(DataError, _ELSEWHERE):
+        if grid.leads:
             data, opened = opening()
-        except MegatronVLMError as error:
-            failure = error
-    watchdog.begin_phase(0, f"waiting until all ranks have opened {name}")
-    store_barrier(name)
-    with fail_together(device, DataError, _ELSEWHERE):
-        if failure is not None:
-            raise failure
+        watchdog.begin_phase(0, f"waiting until all ranks have opened {name}")
     return data, share_json(opened, grid, device)
 
 
-def _check_same(local: Fingerprint, device: torch.device) -> None:
-    fingerprints = [
-        Fingerprint.from_json(item) for item in all_gather_json(local.to_json(), None, device)
-    ]
+def _check_same(local: Fingerprint) -> None:
+    fingerprints = [Fingerprint.from_json(item) for item in all_gather_json(local.to_json())]
     for rank, other in enumerate(fingerprints):
         differences = [*fingerprints[0].changed_order(other), *fingerprints[0].changed_rows(other)]
         if differences:

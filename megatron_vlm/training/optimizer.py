@@ -1,9 +1,10 @@
 """Building of the optimizer: data parallel wrapping, the one normalisation of the gradients, the
 optimizer. See optimizer_step.py."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config, OptimConfig
+from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry
@@ -126,7 +128,7 @@ def build_optimizer(
         overlap_param_gather=is_gather_overlapped(cfg, grid),
     )
     overrides = {**get_standard_config_overrides(config), **_part_overrides(optim, parts)}
-    with MainsWithoutMemory() if optim.offload else nullcontext():
+    with MainsWithoutMemory() if optim.offload else nullcontext(), _gathers_json():
         optimizer = get_megatron_optimizer(
             config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
         )
@@ -146,6 +148,25 @@ def build_optimizer(
     if spec.matrix_state_names:
         use_muon(optimizer, optim, entries, grid)
     return optimizer
+
+
+@contextmanager
+def _gathers_json() -> Iterator[None]:
+    """Let Megatron gather the keys of parameter groups as JSON during the body, not as pickles."""
+    original = vars(dist)["all_gather_object"]
+
+    def all_gather(values: list[Any], value: Any) -> None:
+        values[:] = [[_as_tuples(key) for key in keys] for keys in all_gather_json(value)]
+
+    vars(dist)["all_gather_object"] = all_gather
+    try:
+        yield
+    finally:
+        vars(dist)["all_gather_object"] = original
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _part_overrides(

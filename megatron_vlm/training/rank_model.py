@@ -76,13 +76,13 @@ def load_model(
     owns_groups = join_world(platform, patience)
     watchdog.join(job_store(), world)
     if world > 1:
-        check_same(compared_keys(cfg), own_digests, platform.device)
+        check_same(compared_keys(cfg), own_digests)
     grid = RankGroups.create(dims, cfg.train.seed, patience)
     watchdog.begin_phase(0, "building the model")
     chunks, table = _build(cfg, source, table, adapted, grid, platform, base)
     held = load_weights.held_params(chunks, table, grid.pp.rank)
     watchdog.begin_phase(0, "loading the weights", files=True)
-    with fail_together(platform.device, CheckpointError):
+    with fail_together(CheckpointError):
         own_params = held if base is None else load_weights.own_parameters(held, cfg)
         load_weights.load_hf(own_params, source, grid, watchdog.busy)
         if adapted:

@@ -104,7 +104,7 @@ def with_reference(
     stored = None
     if path is not None and data is not None and handles is not None:
         stored = _read(path, _has_value(data, handles))
-    is_known = broadcast_json(stored is not None if grid.rank == 0 else None, 0, None, device)
+    is_known = broadcast_json(stored is not None if grid.rank == 0 else None, 0)
     if is_known:
         table = torch.zeros(sum(lengths), _ANSWERS, dtype=torch.float64, device=device)
         if stored is not None:

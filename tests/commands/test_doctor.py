@@ -25,16 +25,17 @@ from megatron_vlm.commands.doctor import (
     disk_check,
     files_check,
     gloo_check,
-    gloo_problem,
     gpu_checks,
     import_problem,
     installed_version,
+    nccl_check,
     package_check,
     python_check,
     requirements,
     run_doctor,
     shm_check,
     torchvision_check,
+    try_group,
 )
 from megatron_vlm.distributed.device import Gpu, find_gpus
 from tests.support.tables import in_one_test
@@ -74,7 +75,7 @@ def test_this_machine_can_train(here):
     """This machine runs these tests, so no requirement of a run can be missing."""
     assert [check for check in here.values() if check.status == MISSING] == []
     assert here["torch"] == Check("torch", OK, version("torch"))
-    assert here["gloo"].found == "two processes can communicate"
+    assert here["gloo"].found.startswith("2 processes: all-reduce, ring, pair, split in ")
     for name in ("Python", "megatron-core", "transformers", "datasets", "pyarrow", "GPU"):
         assert here[name].status == OK
     assert {"transformer-engine", "ray", "av", "torchvision", "/dev/shm", "open files"} <= set(here)
@@ -197,7 +198,7 @@ def test_no_gpu_is_fine_and_one_that_torch_does_not_see_is_not(tmp_path, monkeyp
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(doctor, "requirements", lambda extras: [])
-    monkeypatch.setattr(doctor, "gloo_problem", lambda: None)
+    monkeypatch.setattr(doctor, "try_group", lambda: (True, GLOO))
     checks = {check.name: check for check in all_checks()}
     assert checks["GPU"].status == MISSING and "NCCL" not in checks
     assert checks["GPU"].found == f"torch sees none, though {program} is there; driver 550.54"
@@ -226,7 +227,7 @@ def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("program", "problem"),
     [
-        ("pass", None),
+        ("pass", ""),
         ("raise SystemExit('gloo: no interface')", "gloo: no interface"),
         ("import sys; sys.exit(int(sys.argv[2]))", "no message"),  # one of the two processes
         ("import time; time.sleep(60)", "no answer within 0.5 s"),
@@ -235,10 +236,10 @@ def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
 def test_two_processes_that_cannot_talk(program, problem, monkeypatch):
     monkeypatch.setattr(doctor, "_TALK_S", 0.0)
     start_s = 0.5 if "sleep" in program else 60
-    assert gloo_problem(program, start_s) == problem
+    assert try_group("gloo", 2, program, start_s) == (not problem, problem)
 
 
-GLOO, UNLIMITED = "two processes can communicate", resource.RLIM_INFINITY
+GLOO, UNLIMITED = "all-reduce, ring, pair, split in 0.1 s", resource.RLIM_INFINITY
 # The check of a fact, its status, what was found, and words of the advice.
 FACTS = [
     (python_check("3.11.7", SpecifierSet(">=3.11")), OK, "3.11.7", None),
@@ -250,9 +251,9 @@ FACTS = [
         torchvision_check("0.20.0", "RuntimeError: nms"),
         *(WARNING, "0.20.0, but its import fails: RuntimeError: nms", "AutoProcessor"),
     ),
-    (gloo_check(None, False), OK, GLOO, None),
-    (gloo_check("timed out", True), WARNING, "timed out", "ip link show lo"),
-    (gloo_check("timed out", False), MISSING, "timed out", "ip link show lo"),
+    (gloo_check(True, GLOO), OK, GLOO, None),
+    (gloo_check(False, "timed out"), MISSING, "timed out", "ip link show lo"),
+    (nccl_check(8, False, "ring: 1 came out as 0"), MISSING, "ring: 1 came out as 0", "NCCL_DEBUG"),
     (compiler_check("/usr/bin/cc", True), OK, "/usr/bin/cc", None),
     (compiler_check(None, False), OK, "none, and training on the CPU needs none", None),
     (compiler_check(None, True), MISSING, "none", "apt-get install gcc"),

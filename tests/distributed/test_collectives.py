@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d  # the pool refuses its collectives of objects
 
 from megatron_vlm.controller.rank_worker import BrokenError, FailedElsewhereError, WorkerError
 from megatron_vlm.controller.torchrun import result_from_bytes, result_to_bytes
@@ -17,6 +18,7 @@ from megatron_vlm.distributed.collectives import (
     broadcast_bytes,
     broadcast_json,
     gather_json,
+    host_group,
     receive_json,
     send_json,
 )
@@ -32,12 +34,12 @@ def exchange() -> dict[str, Any]:
     rank = dist.get_rank()
     value, other = VALUES[rank], 1 - rank
     received = {
-        "all": all_gather_json(value, None, CPU),
-        "first": gather_json(value, CPU),
-        "from 1": broadcast_json(value, 1, None, CPU),
-        "from 0": broadcast_json(value, 0, None, CPU),
-        "nothing": broadcast_bytes(b"" if rank == 0 else None, 0, None, CPU),
-        "bytes": broadcast_bytes(b"\0\xff" if rank == 1 else None, 1, None, CPU),
+        "all": all_gather_json(value),
+        "first": gather_json(value),
+        "from 1": broadcast_json(value, 1),
+        "from 0": broadcast_json(value, 0),
+        "nothing": broadcast_bytes(b"" if rank == 0 else None, 0),
+        "bytes": broadcast_bytes(b"\0\xff" if rank == 1 else None, 1),
     }
     if rank == 0:
         send_json(value, other, None, CPU)
@@ -66,18 +68,16 @@ class Evil:
 def attack(folder: Path) -> list[str]:
     """Send from rank 1 what torch's collectives for objects send; return what rank 0 takes."""
     if dist.get_rank() == 1:
-        dist.broadcast_object_list([Evil(folder / "by torch")], 1)
-        dist.broadcast_object_list([Evil(folder / "broadcast")], 1)
+        c10d.broadcast_object_list([Evil(folder / "by torch")], 1)
+        c10d.broadcast_object_list([Evil(folder / "broadcast")], 1, group=host_group())
         data = torch.frombuffer(bytearray(pickle.dumps(Evil(folder / "gather"))), dtype=torch.uint8)
         # These are the collectives of all_gather_object, without unpickling the results here.
-        dist.all_gather([torch.zeros(1, dtype=torch.int64)] * 2, torch.tensor([len(data)]))
-        dist.all_gather([torch.empty_like(data) for _ in range(2)], data)
+        sizes, group = torch.empty(2, dtype=torch.long), host_group()
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]), group=group)
+        dist.all_gather([torch.empty_like(data) for _ in range(2)], data, group=group)
         return []
-    dist.broadcast_object_list([None], 1)
-    return [
-        outcome(lambda: broadcast_json(None, 1, None, CPU)),
-        outcome(lambda: all_gather_json("fine", None, CPU)),
-    ]
+    c10d.broadcast_object_list([None], 1)
+    return [outcome(lambda: broadcast_json(None, 1)), outcome(lambda: all_gather_json("fine"))]
 
 
 def outcome(call: Callable[[], Any]) -> str:

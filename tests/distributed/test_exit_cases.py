@@ -69,6 +69,39 @@ for _ in range(20):
 """
 
 
+# An exit function that never ends stands for the destructor of NCCL's groups.
+FAILED_OVER_NCCL = """
+import atexit, sys, threading
+import torch.distributed as dist
+from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.distributed.process import run_process
+from megatron_vlm.distributed.rendezvous import join_world
+from megatron_vlm.errors import DataError
+
+atexit.register(threading.Event().wait)
+
+def command(arguments):
+    join_world(pick_platform("cpu"), 1.0)
+    dist.get_backend = lambda *group: "nccl"
+    raise eval(arguments[0])
+
+sys.exit(run_process(command, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        ("DataError('is empty', key='data.train')", 2, "rank 0: data.train is empty"),
+        pytest.param("KeyError('size')", 1, "KeyError: 'size'", marks=pytest.mark.full),  # uncaught
+    ],
+)
+def test_a_failed_rank_ends_though_a_group_of_nccl_cannot(error, status, words):
+    command = [sys.executable, "-c", FAILED_OVER_NCCL, error]
+    done = subprocess.run(command, env=outside_of_jobs(), capture_output=True, text=True)
+    assert done.returncode == status and words in done.stderr, done.stderr[-2000:]
+
+
 @pytest.mark.full
 def test_no_process_aborts_while_gloo_frees_tensors():
     """Threads of gloo free these tensors after the script has ended; six of six such scripts ended

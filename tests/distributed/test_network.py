@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.distributed.agreement import job_store, store_barrier
+from megatron_vlm.distributed.agreement import job_store
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.job_store import SignedStore
 from megatron_vlm.distributed.launch.local_launcher import variables_of
-from megatron_vlm.distributed.process import LAUNCHER, SECRET
+from megatron_vlm.distributed.process import LAUNCHER, ON_ALL_RANKS, SECRET
 from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import DataError
 from tests.support.pool import free_port
 from tests.support.ports import is_loopback, listening, outward_address
 from tests.support.process_tree import Child, ProcessTree
@@ -43,9 +44,7 @@ def be_rank(connection: Connection, variables: dict[str, str]) -> None:
     while True:
         while not connection.poll(TIMEOUT_S / 8):
             watchdog.alive()
-        if (order := connection.recv()) == "meet":
-            store_barrier("there")
-        connection.send(order)
+        connection.send(connection.recv())
 
 
 @pytest.fixture
@@ -86,9 +85,7 @@ def forge_all(port: int) -> None:
         time.sleep(0.05)
     stuck = json.dumps([10**9, [0, 0], 0, "forged", 10**6]).encode()
     keys = store.list_keys()
-    rooms = {key.partition("watchdog/")[0] for key in keys if "watchdog/" in key}
     written = {key: store.get(key) for key in keys}
-    written |= {f"{room}meet/{name}": b"2" for room in rooms for name in ("there", "there/1")}
     for forge in (
         lambda own: stuck,
         lambda own: own[: own.find(b"[")] + stuck,  # with the seal of another message
@@ -110,10 +107,6 @@ def test_a_stranger_cannot_end_the_job(job, process_tree):
     ranks, port = job
     process_tree.printed(forge_all, port)
     assert all(rank.alive for rank in ranks)
-    ranks[0].connection.send("meet")
-    assert not ranks[0].connection.poll(1)  # the other rank has not come, despite the store's keys
-    ranks[1].connection.send("meet")
-    assert [hear(rank, 10) for rank in ranks] == ["meet", "meet"]
 
 
 def board(secret: str, monkeypatch: pytest.MonkeyPatch) -> SignedStore:
@@ -142,8 +135,40 @@ def test_only_what_a_rank_wrote_to_this_key_is_read(monkeypatch):
         assert signed.read("key") is None
 
 
+def shared_error() -> DataError:
+    """Return an error that all ranks have agreed on."""
+    error = DataError("is empty", key="data.train")
+    setattr(error, ON_ALL_RANKS, True)
+    return error
+
+
 def test_an_old_message_put_back_is_not_news(monkeypatch):
     watchdog, signed = Watchdog(0, None), board("one", monkeypatch)
     for beat, step in ((5, 7), (4, 1), (6, 8)):
         signed.write("watchdog/1", json.dumps([beat, [1, 0], step, "step", 0.0]))
         assert watchdog._read(signed, 1).step == max(step, 7)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (DataError("is empty", key="data.train"), "rank 1 has failed: data.train is empty"),
+        (KeyError("size"), "rank 1 has failed: KeyError: 'size'"),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:80"), None),  # another rank's words
+        (shared_error(), None),  # every rank raises it
+    ],
+)
+def test_a_rank_that_waits_for_a_failed_one_ends_with_its_words(error, words, monkeypatch):
+    signed = board("one", monkeypatch)
+    with pytest.raises(type(error)), Watchdog.watch_rank(1, 1.0) as failed:
+        failed.board = signed
+        raise error
+    waiting = Watchdog(0, None)
+    waiting.every_s = 5.0
+    waiting.exchange(signed, 2, 1)
+    assert waiting._complaint(60, 0.0) is None  # it may be about to fail by itself
+    waiting.clock += 10.1
+    complaint = waiting._complaint(60, 0.0)
+    assert complaint == (words and f"{words}; this rank was at step 0: start")
+    waiting.alive()
+    assert waiting._complaint(60, 0.0) is None

@@ -213,7 +213,7 @@ def test_the_watchdog_blames_the_right_rank():
 
 def _agreed(worker: MegatronWorker) -> int:
     rank = torch.distributed.get_rank()
-    return all_reduce_max(Vote.STOP if rank == 1 else Vote.OK, worker.platform.device)
+    return all_reduce_max(Vote.STOP if rank == 1 else Vote.OK)
 
 
 def test_one_rank_stops_all(pool, tiny):

@@ -29,6 +29,13 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from megatron_vlm.distributed.collectives import make_host_group
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("collectives of objects unpickle what arrives")
+
+    for name in ("all_gather_object", "gather_object", "broadcast_object_list"):
+        setattr(dist, name, refuse)
     torch.set_num_threads(1)
     gc.freeze()  # modules stay, so that collections can skip them
     # The worker under test installs the stand-in, as in a real run.
@@ -39,6 +46,7 @@ def _serve(connection: Connection) -> None:
             if port is None:
                 place = f"file://{store}"
                 dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
+                make_host_group()
             else:
                 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             answer: tuple[bool, Any] = (True, fn(*args))

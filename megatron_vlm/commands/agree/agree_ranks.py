@@ -20,12 +20,11 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import IGNORE, Row, continue_row
-from megatron_vlm.distributed.agreement import fail_together, store_barrier
+from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import all_gather_json, broadcast_bytes, broadcast_json
 from megatron_vlm.distributed.process import UNLIKE, rank_of_process, run_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.engines.sampler import SamplerError
-from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.report.show_report import show_report
 from megatron_vlm.training.worker import MegatronWorker
@@ -49,8 +48,7 @@ def run_agree(arguments: Sequence[str]) -> int:
             words = TokenText.from_folder(str(worker.source.path))
             show_report(agreement_report(agreement, words), settings.html)
         agrees = agreement is not None and not agreement.faults
-        device = worker.platform.device
-        return 0 if broadcast_json(agrees, 0, None, device) else UNLIKE
+        return 0 if broadcast_json(agrees, 0) else UNLIKE
 
 
 def compare_all(
@@ -97,22 +95,15 @@ def _run_on_rank0(
     worker: MegatronWorker, name: str, asking: Asking | None, action: Callable[[Asking], None]
 ) -> None:
     """Run an action of rank 0 while the other ranks wait. All ranks raise its error."""
-    failure: MegatronVLMError | None = None
     worker.watchdog.begin_phase(0, name, files=True)
-    if asking is not None:
-        try:
+    with fail_together(SamplerError):
+        if asking is not None:
             action(asking)
-        except MegatronVLMError as error:
-            failure = error
-    store_barrier(name)
-    with fail_together(worker.platform.device, SamplerError):
-        if failure is not None:
-            raise failure
 
 
 def _stream(worker: MegatronWorker, asking: Asking | None) -> None:
     worker.watchdog.begin_phase(0, "streaming the weights")
-    with fail_together(worker.platform.device, SamplerError):
+    with fail_together(SamplerError):
         if asking is not None:
             asking.update(worker.named_weights())
         else:
@@ -124,11 +115,11 @@ def _scores(worker: MegatronWorker, rows: list[Row]) -> list[list[float]]:
     """Return the trainer's log-probs of the supervised tokens of rank 0's rows. A collective."""
     device, dp = worker.platform.device, worker.grid.dp
     worker.watchdog.begin_phase(0, "scoring the answers")
-    count = broadcast_json(len(rows), 0, None, device)
+    count = broadcast_json(len(rows), 0)
     if not count:
         return []
     packed = batch_of(rows).to_bytes() if worker.grid.rank == 0 else None
-    rows = rows_of(TensorBatch.from_bytes(broadcast_bytes(packed, 0, None, device)))
+    rows = rows_of(TensorBatch.from_bytes(broadcast_bytes(packed, 0)))
     rows += [rows[0]] * (-count % dp.size)  # every replica scores the same number of rows
     local_rows = rows[dp.rank :: dp.size]
     pairs = zip(worker.forward(local_rows), local_rows, strict=True)

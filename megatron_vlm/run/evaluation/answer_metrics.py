@@ -189,10 +189,10 @@ class AnswerMeter:
 
     def __init__(self, cfg: Config, worker: MegatronWorker):
         """Start the processes of users' functions. A collective."""
-        self.metrics, self.device = answer_metrics(cfg), worker.platform.device
+        self.metrics = answer_metrics(cfg)
         self.pools: dict[str, RewardPool] = {}
         self.opened = ExitStack()
-        with fail_together(self.device, ConfigError):
+        with fail_together(ConfigError):
             for metric in filter(is_user_metric, self.metrics):
                 if worker.grid.leads:
                     settings = RewardSettings("metric", metric, 1, cfg.eval.metric_timeout, None)
@@ -230,7 +230,7 @@ class AnswerMeter:
         while is_waiting:
             pending = wait(calls, timeout=_POLL_S).not_done if calls else ()
             alive()
-            is_waiting = bool(all_reduce_max(len(pending), self.device))
+            is_waiting = bool(all_reduce_max(len(pending)))
 
 
 def mean_scores(metrics: Sequence[str], answers: Sequence[Answer]) -> dict[str, float]:

@@ -43,15 +43,15 @@ def open_scores_together(
 ) -> ScoreFolder:
     """Open the sets and the folder of their scores. `weights` is a digest of the model's weights. A
     collective."""
-    device, is_first = worker.platform.device, dist.get_rank() == 0
+    is_first = dist.get_rank() == 0
     sets = [_open_set(worker, cfg, name, tuple(specs)) for name, specs in scored_sets(cfg)]
     precision = str(compute_dtype(cfg, worker.platform)).removeprefix("torch.")
     index = index_of(cfg, settings, weights, precision, sets)
     existing: Collection[str] = ()
-    with fail_together(device, DataError):
+    with fail_together(DataError):
         if is_first:
             existing = prepare_folder(path, index)
-    present = broadcast_json(sorted(existing), 0, None, device)
+    present = broadcast_json(sorted(existing), 0)
     return ScoreFolder(path, index, sets, frozenset(present), is_writer=is_first)
 
 
