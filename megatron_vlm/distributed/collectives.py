@@ -21,8 +21,8 @@ _NO_LIMIT = datetime.timedelta(days=30)
 
 
 def make_host_group() -> None:
-    """Create the group of `host_group`. A collective of all ranks."""
-    if dist.get_world_size() > 1:
+    """Create the group of `host_group`, unless it is there. A collective of all ranks."""
+    if _find_host_group() is None:
         dist.new_group(timeout=_NO_LIMIT, backend="gloo", group_desc=_HOST_GROUP)
 
 
@@ -30,9 +30,13 @@ def host_group() -> dist.ProcessGroup:
     """Return the gloo group of all ranks, for what comes from a host and goes to a host. NCCL would
     keep a GPU busy while a rank waits, and end the job after its time-out, even if another rank is
     still loading or writing. Here the watchdog alone decides how long a rank may take."""
+    world: Any = dist.group.WORLD  # somebody else has made it, and not with NCCL
+    return _find_host_group() or world
+
+
+def _find_host_group() -> dist.ProcessGroup | None:
     groups = dist.distributed_c10d._world.pg_map
-    world: Any = dist.group.WORLD  # a rank alone, or a world that join_world has not made
-    return next((group for group in groups if group.group_desc == _HOST_GROUP), world)
+    return next((group for group in groups if group.group_desc == _HOST_GROUP), None)
 
 
 def broadcast_bytes(
@@ -108,7 +112,7 @@ def _gather_sizes(
 ) -> tuple[list[int], Tensor]:
     """Return the size of every rank's message, and this rank's message padded to the longest."""
     all_sizes = torch.empty(group.size(), dtype=torch.long, device=device)
-    dist.all_gather_into_tensor(all_sizes, _number(len(message), device), group=group)
+    dist.all_gather([*all_sizes.split(1)], _number(len(message), device), group=group)
     sizes = all_sizes.tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: len(message)] = _pack_bytes(message, device)

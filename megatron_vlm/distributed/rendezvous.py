@@ -40,6 +40,7 @@ def join_world(platform: Platform, minutes: float) -> bool:
     process has joined already. No collective, nor the wait for other ranks, lasts longer than
     `minutes`. The groups end with the program at the latest."""
     if dist.is_initialized():
+        make_host_group()
         return False
     timeout = datetime.timedelta(minutes=minutes)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from megatron_vlm.distributed.collectives import host_group
 from megatron_vlm.distributed.cuda_stand_in import answer_cuda_calls
 from megatron_vlm.hf.block_weight import BlockCodes, BlockWeight
 from tests.device.findings import Findings, Kind
@@ -194,7 +195,7 @@ class _Kernels(TorchDispatchMode):
         places = [place_of(t) for t in tensors]
         with torch._C.DisableTorchFunction():
             if func.namespace == "c10d":
-                self._check_collective(func, tensors, places)
+                self._check_collective(func, args, tensors, places)
                 return func(*args, **kwargs)
             if Place.device not in places:
                 return func(*args, **kwargs)
@@ -210,9 +211,17 @@ class _Kernels(TorchDispatchMode):
                 self.api.streams.written(tensor.untyped_storage())
         return results
 
-    def _check_collective(self, func: Any, given: list[Tensor], places: list[Place]) -> None:
-        host = [t for t, at in zip(given, places, strict=True) if at is not Place.device]
-        if any(t.numel() for t in host) and "barrier" not in func._opname:
+    def _check_collective(
+        self, func: Any, args: Any, given: list[Tensor], places: list[Place]
+    ) -> None:
+        groups = [
+            arg for arg in args if str(getattr(arg, "_type", str)()).endswith(".ProcessGroup")
+        ]
+        hosts_meet = any(c10d.ProcessGroup.unbox(each) is host_group() for each in groups)
+        wrong = [
+            t for t, at in zip(given, places, strict=True) if (at is Place.device) is hosts_meet
+        ]
+        if any(t.numel() for t in wrong) and "barrier" not in func._opname:
             self.findings.add(Kind.collective, str(func))
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> None:

@@ -72,8 +72,8 @@ def attack(folder: Path) -> list[str]:
         c10d.broadcast_object_list([Evil(folder / "broadcast")], 1, group=host_group())
         data = torch.frombuffer(bytearray(pickle.dumps(Evil(folder / "gather"))), dtype=torch.uint8)
         # These are the collectives of all_gather_object, without unpickling the results here.
-        sizes, group = torch.empty(2, dtype=torch.long), host_group()
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]), group=group)
+        sizes, group = [torch.empty(1, dtype=torch.long) for _ in range(2)], host_group()
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
         dist.all_gather([torch.empty_like(data) for _ in range(2)], data, group=group)
         return []
     c10d.broadcast_object_list([None], 1)
