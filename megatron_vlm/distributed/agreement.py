@@ -215,7 +215,7 @@ def _collectives(grid: "RankGroups") -> list[tuple[str, list[int], int]]:
     """Return each group's name, ranks, and number of collectives that this rank has entered."""
     axes = {"tp": grid.tp, "dp": grid.dp, "replica": grid.replica, "ep": grid.ep, "edp": grid.edp}
     groups: dict[str, Any] = {n: axis.group for n, axis in axes.items() if axis.size > 1}
-    groups |= {"all": dist.group.WORLD, "hosts": host_group()}
+    groups |= {"all": dist.group.WORLD, "hosts": host_group(), "replica hosts": grid.replica_hosts}
     return [
         (name, dist.get_process_group_ranks(group), group._get_sequence_number_for_group())
         for name, group in groups.items()

@@ -46,6 +46,8 @@ def broadcast_bytes(
     content = message if dist.get_rank() == source else None
     assert content is not None or dist.get_rank() != source
     group = group or host_group()
+    if group.size() == 1:
+        return content or b""
     size = _number(0 if content is None else len(content), device)
     dist.broadcast(size, source, group=group)
     count = int(size) if content is None else len(content)

@@ -46,6 +46,7 @@ class RankGroups:
     edp: GroupAxis  # the replicas that hold the same experts
     tp_dp: GroupAxis  # all ranks of this stage: TP ranks of every replica
     p2p: dist.ProcessGroup  # ranks of `pp`, for messages between stages alone
+    replica_hosts: dist.ProcessGroup  # ranks of `replica`, from host to host over gloo
 
     @staticmethod
     def create(dims: ParallelDims, seed: int, timeout_minutes: float) -> "RankGroups":
@@ -76,6 +77,7 @@ class RankGroups:
             _axis(parallel_state.get_expert_data_parallel_group()),
             _axis(parallel_state.get_tensor_and_data_parallel_group()),
             _p2p_group(dims, timeout_minutes),
+            _replica_hosts(dims, timeout_minutes),
         )
         place = (dims.tp_rank_of(grid.rank), dims.stage_of(grid.rank), dims.replica_of(grid.rank))
         assert place == (grid.tp.rank, grid.pp.rank, grid.dp.rank), (
@@ -188,6 +190,17 @@ def _p2p_group(dims: ParallelDims, timeout_minutes: float) -> dist.ProcessGroup:
     timeout, width = datetime.timedelta(minutes=timeout_minutes), dims.tp * dims.dp
     pipelines = [list(range(first, dims.world_size, width)) for first in range(width)]
     return dist.new_subgroups_by_enumeration(pipelines, timeout=timeout, group_desc="P2P_GROUP")[0]
+
+
+def _replica_hosts(dims: ParallelDims, timeout_minutes: float) -> dist.ProcessGroup:
+    """Return a new group of this replica: what its first rank loads is for the others' hosts."""
+    if dims.tp * dims.pp == 1:
+        return parallel_state.get_model_parallel_group()
+    ranks, timeout = range(dims.world_size), datetime.timedelta(minutes=timeout_minutes)
+    replicas = [[r for r in ranks if dims.replica_of(r) == replica] for replica in range(dims.dp)]
+    return dist.new_subgroups_by_enumeration(
+        replicas, timeout=timeout, backend="gloo", group_desc="REPLICA_HOST_GROUP"
+    )[0]
 
 
 def _check_same_groups(dims: ParallelDims) -> None:

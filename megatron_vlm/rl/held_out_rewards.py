@@ -73,7 +73,7 @@ def _open(run: Run, entry: EvalSource) -> DataSet | None:
         assert isinstance(data, DataSet), "config/checks.py refuses streams"
         return first_samples(data, cfg.eval.samples), None
 
-    return open_together(name, grid, run.worker.platform.device, opening, run.watchdog)[0]
+    return open_together(name, grid, opening, run.watchdog)[0]
 
 
 async def _play_all(runner: EpisodeRunner, queue: CompletionQueue) -> list[float]:

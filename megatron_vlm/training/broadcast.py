@@ -27,20 +27,20 @@ _TABLES = ("columns", "row_values")  # tensors by name, or None
 _FACTS = ("lengths", "rows", "target_shapes")
 
 
-def share_json(value: Any, grid: RankGroups, device: torch.device) -> Any:
+def share_json(value: Any, grid: RankGroups) -> Any:
     """Send the loading rank's JSON value, or its DataError, to every rank of the replica. A
     collective."""
     failed = isinstance(value, DataError)
     message = {"error": str(value)} if failed else {"value": value}
-    received = broadcast_json(message, grid.leader, grid.replica.group, device)
+    received = broadcast_json(message, grid.leader, grid.replica_hosts)
     if "error" in received:
         raise value if failed else DataError(received["error"])
     return received["value"]
 
 
-def share_bytes(data: bytes | None, grid: RankGroups, device: torch.device) -> bytes:
+def share_bytes(data: bytes | None, grid: RankGroups) -> bytes:
     """Send the bytes of the loading rank to every rank of the replica. A collective."""
-    return broadcast_bytes(data, grid.leader, grid.replica.group, device)
+    return broadcast_bytes(data, grid.leader, grid.replica_hosts)
 
 
 def share_batch(
@@ -52,7 +52,7 @@ def share_batch(
         assert local_batch is not None
         return local_batch
     packed = None if local_batch is None else _pack(*local_batch)
-    fields, meta = unpack(share_bytes(packed, grid, device))
+    fields, meta = unpack(share_bytes(packed, grid))
     received = []
     for number, frame in enumerate(meta["frames"]):
         parts: dict[str, Any] = {name: tuple(frame[name]) for name in _FACTS}

@@ -77,7 +77,7 @@ class Feeder:
             return data, (data.length, fingerprint(data, cfg).to_json(), remarks)
 
         self.data, (self.length, saved, remarks) = open_together(
-            "data.train", grid, device, opening, watchdog
+            "data.train", grid, opening, watchdog
         )
         self.remarks = Remarks(**remarks)
         self.fingerprint = Fingerprint.from_json(saved)
@@ -114,11 +114,7 @@ class Feeder:
 
 
 def open_together(
-    name: str,
-    grid: RankGroups,
-    device: torch.device,
-    opening: Callable[[], tuple[T, Known]],
-    watchdog: Watchdog,
+    name: str, grid: RankGroups, opening: Callable[[], tuple[T, Known]], watchdog: Watchdog
 ) -> tuple[T | None, Known]:
     """Open data with `opening` on the loading ranks. Return the data, and the JSON value about it
     that all ranks need. An error on one rank is an error on all. A collective."""
@@ -129,7 +125,7 @@ def open_together(
         if grid.leads:
             data, opened = opening()
         watchdog.begin_phase(0, f"waiting until all ranks have opened {name}")
-    return data, share_json(opened, grid, device)
+    return data, share_json(opened, grid)
 
 
 def _check_same(local: Fingerprint) -> None:

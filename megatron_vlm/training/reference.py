@@ -98,7 +98,7 @@ def with_reference(
         return (handles_N2, path), [len(handles_N2), *map(len, data.indexes)]
 
     opened, (count, *lengths) = open_together(
-        f"the reference of {name}", grid, device, opening, worker.watchdog
+        f"the reference of {name}", grid, opening, worker.watchdog
     )
     handles, path = (None, None) if opened is None else opened
     stored = None

@@ -40,7 +40,7 @@ PER_MICRO_BATCH = {Phase.forward: 0, Phase.backward: 0, Phase.exchange: 0}
 # Each layer with experts waits for the tokens of its experts, which decide shapes. A step waits for
 # their load, for how many tokens were routed otherwise, and at EP for the most micro-batches.
 OF_EXPERTS_STEP = 2
-PER_STEP = {Phase.step: 2, Phase.optimizer: 1, Phase.sharing: 2}
+PER_STEP = {Phase.step: 2, Phase.optimizer: 1}
 
 ADAPTERS: dict[str, Any] = {"rank": 4, "targets": ("attention", "mlp")}
 BF16, FP32 = {"precision": "bf16"}, {"precision": "fp32"}

@@ -62,7 +62,7 @@ class EvalSet:
     ) -> "EvalSet":
         """Open the set with this name. With `held_out` it is the part of data.train that data.split
         holds out. With `may_ask`, a set whose records only ask has no samples."""
-        grid, device = worker.grid, worker.platform.device
+        grid = worker.grid
         key = "data.split" if held_out else f"data.eval {name}"
 
         def opening() -> tuple[DataSet | None, tuple[int, Any]]:
@@ -89,7 +89,7 @@ class EvalSet:
             data = first_samples(data, cfg.eval.samples)
             return data, (len(data.order), remarks)
 
-        data, (samples, remarks) = open_together(key, grid, device, opening, worker.watchdog)
+        data, (samples, remarks) = open_together(key, grid, opening, worker.watchdog)
         return EvalSet(worker, cfg, name, data, samples, Remarks(**remarks))
 
     @staticmethod
@@ -143,8 +143,7 @@ class EvalSet:
         if not facts:
             return []
         prompts = batch_of([each.prompt for each in questions]).to_bytes() if questions else None
-        grid, device = self.worker.grid, self.worker.platform.device
-        rows = rows_of(TensorBatch.from_bytes(share_bytes(prompts, grid, device)))
+        rows = rows_of(TensorBatch.from_bytes(share_bytes(prompts, self.worker.grid)))
         return [
             Question((source, index), row, tuple(answer_ids), tuple(references))
             for ((source, index), answer_ids, references), row in zip(
@@ -157,7 +156,7 @@ class EvalSet:
 
     def share(self, value: Any) -> Any:
         """Return the JSON value of the rank that loads, on all ranks of the replica."""
-        return share_json(value, self.worker.grid, self.worker.platform.device)
+        return share_json(value, self.worker.grid)
 
 
 def describe_split(data: DataSet, cfg: Config) -> str:

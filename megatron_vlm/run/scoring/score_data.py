@@ -65,7 +65,7 @@ def _open_set(
         data, scored = open_scored(name, specs, cfg, sizes, share)
         return data, asdict(scored)
 
-    data, scored = open_together(name, grid, worker.platform.device, opening, worker.watchdog)
+    data, scored = open_together(name, grid, opening, worker.watchdog)
     return OpenedSet(ScoredSet(**scored), data)
 
 
