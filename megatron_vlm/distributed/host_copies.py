@@ -79,6 +79,7 @@ class HostCopies:
         """Copy flat tensors of bytes to the host. Return where they lie, and the event after the
         copies. Until the event, the tensors must not be freed."""
         block = self.pages.take(sum(map(len, tensors)))
+        # After the loads too: a page that was just returned may still be read by one.
         with self._on(self.to_host, self.to_device):
             start = 0
             for tensor in tensors:

@@ -80,8 +80,7 @@ class AttentionShape:
 
 
 def passes_of(attention: Attention) -> tuple[bool, ...]:
-    """Return whether its passes have a mask: those with pictures and long rows need one for a
-    window."""
+    """Return whether its passes have a mask: a window needs one for pictures and long rows."""
     return (False,) if attention.window is None else (False, True)
 
 
@@ -117,6 +116,7 @@ def as_added(sees_B1SS: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask that is added to the scores. Torch would make it from `sees_B1SS` in each
     layer again, and keep each for the backward."""
     *shape, columns = sees_B1SS.shape
+    # Cut from aligned rows: efficient attention would copy any other mask in every layer.
     mask = torch.full(
         (*shape, mask_columns(columns)), float("-inf"), dtype=dtype, device=sees_B1SS.device
     )
@@ -174,8 +174,7 @@ def fastest_kernel(seconds_of_ranks: Sequence[Mapping[str, float]]) -> str:
 
 def _try(kernel: str, shape: AttentionShape, platform: Platform) -> float | str:
     """Return the seconds of forward and backward of a micro-batch, as the mean over new lengths, or
-    why the kernel fails. A kernel that prepares itself for each new length does so once for all
-    layers."""
+    why the kernel fails. A kernel prepares itself for a new length once, not in each layer."""
     total = 0.0
     for number in range(LENGTHS):
         tokens = max(1, shape.tokens - 8 * number - 1)
@@ -201,7 +200,7 @@ def _seconds(kernel: str, shape: AttentionShape, tokens: int, platform: Platform
         sees = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=platform.device)
         mask_B1SS = as_added(sees.expand(shape.rows, -1, -1, -1), shape.dtype)
     only = nullcontext() if kernel == TORCH else sdpa_kernel(KERNELS[kernel])
-    platform.wait()
+    platform.wait()  # kernels are only queued: without both waits, launches would be timed
     start = time.perf_counter()
     with only, torch.enable_grad():
         out = attend(query, key, value, mask_B1SS)

@@ -27,8 +27,7 @@ class Carry:
     deepstack_KSBH: Tensor | None = None
 
     def to_tensor(self, layers: int) -> Tensor:
-        """Return the tensor to send after `layers` more layers, each of which has added one
-        DeepStack feature."""
+        """Return the tensor to send after `layers` layers, each of which has added a feature."""
         features_KSBH = self.deepstack_KSBH
         if features_KSBH is None or len(features_KSBH) <= layers:
             return self.hidden_SBH

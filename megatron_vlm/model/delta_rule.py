@@ -150,6 +150,7 @@ def _make_chunks(
     if copies > 1:
         products, kq = products.repeat_interleave(copies, 1), kq.repeat_interleave(copies, 1)
     products *= decay[:, :, None]
+    # The diagonal holds beta, not 1: `unitriangular` keeps the solver from reading it.
     system = products[:, :, 0] * beta
     one = torch.eye(DELTA_CHUNK, dtype=wide, device=v.device).expand_as(system)
     inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
@@ -168,6 +169,7 @@ def _outputs(chunks: _Chunks) -> tuple[Tensor, Tensor]:
         errors = (chunks.v_NHCE[n] - read[:, 0]).mul_(chunks.beta_NHC1[n])
         updates = torch.bmm(chunks.inverse_NHCC[n], errors)
         torch.baddbmm(read[:, 1], chunks.products_NH2CC[n, :, 1], updates, out=out)
+        # In place, so only now: the outputs above read the state before this chunk.
         state_HDE *= chunks.whole_NH11[n]
         state_HDE.baddbmm_(chunks.k_NHCD[n].mT, updates.mul_(chunks.until_end_NHC1[n]))
     return out_NHCE, state_HDE
@@ -381,6 +383,6 @@ def _try_fla(sizes: GatedDeltaNet, dtype: torch.dtype, platform: Platform) -> st
     for right, tried in zip(*results, strict=True):
         assert right is not None and tried is not None
         distance = float((tried.float() - right.float()).norm() / right.float().norm())
-        if not distance < _MAX_ERROR:
+        if not distance < _MAX_ERROR:  # unlike >=, this refuses NaN
             return f"its result differs by {distance:.1e} from this package's"
     return None

@@ -114,12 +114,13 @@ class ExpertMLP(MegatronModule):
         """Return the weighted sum of the outputs of each token's experts."""
         is_replay = self.layer in routing.counts
         counts = routing.counts_of(self.layer, self.experts, self.group)
-        if self.training and not is_replay:
+        if self.training and not is_replay:  # a recomputed layer would count its tokens twice
             self.load = [a + b for a, b in zip(self.load, counts[self.rank], strict=True)]
             if self.layer in routing.rerouted:
                 self.rerouted_2 += routing.rerouted[self.layer]
 
-        order_M = chosen_NK.flatten().argsort(stable=True)  # sorted by expert, and so by rank
+        # By expert, and so by rank. Stable: weight gradients are summed in the order of the rows.
+        order_M = chosen_NK.flatten().argsort(stable=True)
         back_M = order_M.argsort()
         sent_MH = _Take.apply(hidden_NH, order_M // self.top_k, back_M)
         got_MH = self._experts(sent_MH, counts)
@@ -226,8 +227,7 @@ class _TimesBlocks(torch.autograd.Function):
 
 
 def _by_expert(held: Counts) -> Tensor:
-    """Return the places [M] that sort rows by expert, which arrive by rank and then by expert. This
-    runs on the host."""
+    """Return the places [M] that sort rows by expert, from rank by rank. This runs on the host."""
     sizes = torch.tensor(held)  # [ranks, e]
     starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
     lengths, firsts = sizes.T.flatten(), starts.T.flatten()

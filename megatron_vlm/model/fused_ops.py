@@ -47,8 +47,7 @@ def swiglu(both_SB2I: Tensor) -> Tensor:
 
 
 def geglu(both_SB2I: Tensor) -> Tensor:
-    """Multiply the second half of the values by GELU of the first half, by the formula with
-    tanh."""
+    """Multiply the second half of the values by GELU of the first half, with tanh."""
     gate_SBI, up_SBI = both_SB2I.chunk(2, dim=-1)
     return F.gelu(gate_SBI, approximate="tanh") * up_SBI
 

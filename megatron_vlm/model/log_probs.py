@@ -84,14 +84,14 @@ class VocabShard:
     def hide(self, logits_Nv: Tensor, start: int) -> Tensor:
         """Set the targets' logits in place to minus infinity, where the target is in this slice."""
         inside_M, place_M = self._targets_in_slice(logits_Nv, start)
+        # A target outside has its place clamped onto another token's logit, which +inf spares.
         bound_M = torch.full_like(place_M, torch.inf, dtype=logits_Nv.dtype)
         bound_M.masked_fill_(inside_M, -torch.inf)
         logits_Nv.view(-1).scatter_reduce_(0, place_M, bound_M, "amin")
         return logits_Nv
 
     def _targets_in_slice(self, slice_Nv: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Return a mask of the targets in the slice, and a place in the flattened slice for every
-        target."""
+        """Return a mask of the targets in the slice, and each target's place in the flat slice."""
         width, column_M = slice_Nv.shape[1], self.column_M - start
         of_M = self.of_M
         if of_M is None:
@@ -181,12 +181,12 @@ def predict(
 
 class _Softmax:
     """Running statistics of each place's distribution over the slices so far: the largest logit,
-    its column, the targets' logits, and the sums of e^(logit - largest) and of that times its
-    exponent."""
+    its column, the targets' logits, and the sums of e^x and x e^x, where x = logit - largest."""
 
     def __init__(self, columns: VocabShard, places: int, extra: Extra | None):
         self.columns, self.extra = columns, extra
         zeros_N = torch.zeros(places, dtype=torch.float, device=columns.column_M.device)
+        # Not -inf: on a rank that holds padding alone, `rescale` would multiply it by 0, a NaN.
         self.highest_N = torch.full_like(zeros_N, torch.finfo(torch.float).min)
         self.best_N = torch.full_like(zeros_N, -1, dtype=torch.long)
         self.picked_M = zeros_N.new_zeros(len(columns.column_M))
@@ -234,8 +234,7 @@ class _Softmax:
         return factor_N
 
     def _hits(self, has_largest_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return 1 where the target is the most likely token; the lowest of several equal tokens
-        counts."""
+        """Return 1 where the target is the most likely token, or the lowest of equal ones."""
         rank = dist.get_rank(group)
         owner_N = torch.where(has_largest_N, rank, dist.get_world_size(group))
         dist.all_reduce(owner_N, dist.ReduceOp.MIN, group=group)
@@ -245,8 +244,7 @@ class _Softmax:
 
 
 class _Predict(torch.autograd.Function):
-    """Log-probs with an explicit gradient: autograd through collectives would need a rule for
-    each."""
+    """Log-probs with an explicit gradient: autograd has no rule for these collectives."""
 
     @staticmethod
     def forward(

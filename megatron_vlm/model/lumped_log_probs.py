@@ -56,6 +56,7 @@ class _LogSum:
     """Log of a running sum of e^logit at each place."""
 
     def __init__(self, like_N: Tensor):
+        # Not -inf: a slice whose tokens are all given is hidden whole, and -inf - -inf is NaN.
         self.highest_N = torch.full_like(like_N, torch.finfo(torch.float).min)
         self.total_N = torch.zeros_like(like_N)
 

@@ -86,8 +86,7 @@ class _Layer:
 
 
 class _Stored:
-    """A storage as bytes, on the device, on the host, or on both, as long as autograd keeps a
-    tensor of it."""
+    """A storage as bytes, on device, host, or both, while autograd keeps a tensor of it."""
 
     def __init__(self, tensor: Tensor, layer: _Layer):
         storage = tensor.untyped_storage()
@@ -217,6 +216,7 @@ class OffloadPass:
             # The graph of an output that is saved as it is would keep itself alive.
             return tensor.detach()
         storage = tensor.untyped_storage()
+        # With the version: bytes that were overwritten between two saves are other bytes.
         key = StorageWeakRef(storage), tensor._version
         stored = self.stored[key]() if key in self.stored else None
         if stored is None:

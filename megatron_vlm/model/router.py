@@ -110,8 +110,7 @@ def route(
     hidden_NH: Tensor, weight_EH: Tensor, top_k: int, routing: Routing, layer: int
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each token [N, K] and their weights, which add up to 1. As in
-    transformers, probabilities over all experts are in fp32, and the chosen experts' are then
-    normalised."""
+    transformers, probabilities of all experts are in fp32; those chosen are then normalised."""
     logits_NE = F.linear(hidden_NH, weight_EH)
     probs_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float)
     is_replay = layer in routing.chosen
@@ -124,6 +123,7 @@ def route(
             routing.rerouted[layer] = torch.stack([is_given_N.sum(), is_rerouted_N.sum()])
             chosen_NK = torch.where(override_NK < 0, chosen_NK, override_NK)
         routing.chosen[layer] = chosen_NK
+    # A recomputation takes the first choice: all ranks have agreed on its counts, the shapes.
     chosen_NK = routing.chosen[layer]
     weights_NK = probs_NE.gather(1, chosen_NK)
     weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)

@@ -40,8 +40,7 @@ class UnscaledSelfAttention(MegatronModule):
         tokens: Tokens,
         **_: Any,
     ):
-        """Create it with unset weights. `rotary_span` is where its cos and sin are in the joint
-        table."""
+        """Create it with unset weights. `rotary_span` is the place of its cos and sin."""
         super().__init__(config=config)
         self.sizes, self.span, self.tokens, tp = sizes, rotary_span, tokens, pg_collection.tp
         self.groups = sizes.kv_heads // tp.size()
@@ -80,8 +79,7 @@ class UnscaledSelfAttention(MegatronModule):
     def forward(
         self, hidden_SBH: Tensor, attention_mask: None = None, *, rotary_pos_emb: Tensor, **_: Any
     ) -> tuple[Tensor, None]:
-        """Attend, with `rotary_pos_emb` [2, S, B, F of all kinds] as cos and sin of the
-        positions."""
+        """Attend. `rotary_pos_emb` [2, S, B, F of all kinds] is cos and sin of the positions."""
         mixed_SBQ, _bias = self.linear_qkv(hidden_SBH)
         first, last = self.span
         heads = self._heads(mixed_SBQ, *rotary_pos_emb[..., first:last])
@@ -142,4 +140,5 @@ def window_mask(ids_BS: Tensor, tokens: Tokens, window: int, sees_image: bool) -
         image_BS = begins_BS.cumsum(1)
         same_BSS = image_BS[:, :, None] == image_BS[:, None]
         sees_BSS = sees_BSS | (same_BSS & is_visual_BS[:, :, None] & is_visual_BS[:, None])
+    # Every token, also of padding, sees itself: a softmax over no key at all would be NaN.
     return (sees_BSS & (keys_1S > queries_S1 - window))[:, None]

@@ -199,8 +199,7 @@ class RangedAdamW(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
 
     def update(self, param: Tensor, group: Mapping[str, Any], start: int, grads: Tensor) -> None:
-        """Update the weights from `start` on, which have these gradients, by whole blocks of 8
-        bits."""
+        """Update the weights from `start` on by these gradients, in whole blocks of 8 bits."""
         flat, end = param.detach().view(-1), start + len(grads)
         if self.spec.states == "fp32":
             self._update_at_once(param, group, start, grads)

@@ -15,11 +15,11 @@ from torch import nn
 
 
 class GradReduce:
-    """Gradient reductions of a chunk. A reduction starts when its bucket and all buckets before it
-    are complete."""
+    """Gradient reductions of a chunk. Each starts when all buckets up to its own are complete."""
 
     def __init__(self, chunk: DistributedDataParallel) -> None:
         self.order = list(reversed(_forward_order(chunk)))  # backward has the opposite order
+        # Megatron's own, taken before the loop below puts `_add` in its place.
         self.begin = {group: group.start_grad_sync for group in self.order}
         self.complete: set[Any] = set()
         self.begun = 0
@@ -35,8 +35,7 @@ class GradReduce:
             self.begun += 1
 
     def begin_first(self) -> None:
-        """Start the reductions of the first step, in which Megatron learns which gradients there
-        are."""
+        """Start the first step's reductions: Megatron is still learning which gradients exist."""
         for group in self.order:
             if group.is_first_batch:
                 self._add(group)

@@ -25,8 +25,7 @@ Item = tuple[int, MicroBatch]  # the number of a model, and one of its micro-bat
 
 
 class MultiModelChunk(nn.Module):
-    """A single chunk for Megatron's schedules that contains a chunk of each model. `of` selects
-    one."""
+    """Chunk for Megatron's schedules, made of a chunk of each model; `of` selects one."""
 
     def __init__(self, stages: Sequence[Stage], place: int, finish: Any):
         super().__init__()

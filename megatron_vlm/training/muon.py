@@ -134,6 +134,7 @@ class MatrixExchange:
             fill(place, place.of(whole[place.name]))
         for place, values in self.there.exchange(fill, self.axis, like):
             place.of(whole[place.name]).copy_(values)
+        # Popped one by one: `work` overwrites its matrix, whose memory is free before the next.
         results = {name: work(whole.pop(name)) for name in list(whole)}
         for place in self.kept:
             take(place, place.of(results[place.name]))
@@ -148,9 +149,9 @@ class MatrixExchange:
 def choose_owners(
     matrices: Sequence[Matrix], ranks: int, cost: Callable[[Matrix], float]
 ) -> dict[str, int]:
-    """Return the rank that works on each matrix: the one with the least work so far, from the most
-    expensive matrix on."""
+    """Return the rank that works on each matrix: costliest first, to the least busy rank."""
     loads, owner = [0.0] * ranks, {}
+    # Every rank computes this alone: names break ties, so that all choose the same owners.
     for matrix in sorted(matrices, key=lambda each: (-cost(each), each.name)):
         rank = loads.index(min(loads))
         owner[matrix.name] = rank
@@ -161,8 +162,7 @@ def choose_owners(
 def _senders(
     matrices: Sequence[Matrix], held: Sequence[Sequence[Place]], owner: Mapping[str, int]
 ) -> dict[Place, int]:
-    """Return the rank that sends each part: the owner of the matrix if it holds a copy, or else the
-    holders take turns."""
+    """Return the rank that sends each part: the matrix's owner, or else its holders in turn."""
     holders: dict[Place, list[int]] = {}
     for rank, places in enumerate(held):
         for place in places:
@@ -180,8 +180,7 @@ def _senders(
 
 
 def cut_buckets(matrices: Sequence[Sequence[Matrix]], size: int) -> list[list[int]]:
-    """Return the numbers of the parameters in each bucket of at most `size` values or one
-    parameter."""
+    """Return the numbers of the parameters in each bucket: at most `size` values, or one."""
     sizes = [sum(each.rows * each.columns for each in of_param) for of_param in matrices]
     buckets: list[list[int]] = []
     filled = 0
@@ -263,6 +262,7 @@ class Muon(torch.optim.Optimizer):
         def apply(place: Place, result: Tensor) -> None:
             part = part_of[place]
             lr = group_of[part.main]["lr"] * self._lr_ratio
+            # By the shape of the whole matrix, of which this rank may hold a few rows.
             lr = adjust_lr(lr, self.optim.muon.adjust_lr_fn, *bucket.shapes[place.name])
             weights = part.rectangles[place].view(part.main.view(-1))
             weights.add_(result, alpha=-lr)
@@ -300,8 +300,7 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def adjust_lr(lr: float, adjustment: str, rows: int, columns: int) -> float:
-    """Return the learning rate of a matrix: with match_rms_adamw its update is as large as
-    AdamW's."""
+    """Return a matrix's learning rate: match_rms_adamw makes its update as large as AdamW's."""
     if adjustment == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))
     return lr * math.sqrt(max(1, rows / columns))
@@ -313,8 +312,7 @@ def use_muon(
     entries: Mapping[nn.Parameter, Entry],
     grid: RankGroups,
 ) -> None:
-    """Let Muon update the matrices, and the optimizer that Megatron has made all other parameters.
-    A collective."""
+    """Let Muon update the matrices, and Megatron's optimizer the rest. A collective."""
     learning = {
         param: entry
         for param, entry in entries.items()

@@ -39,6 +39,7 @@ class MainsWithoutMemory(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.bfloat16:
+            # One value with strides of 0: nobody may write to it before it gets its own memory.
             return args[0].new_empty((), dtype=kwargs["dtype"]).expand(args[0].shape)
         return func(*args, **kwargs)
 
@@ -192,6 +193,7 @@ class _Transfers:
         sent: list[Copied] = [None, None]
         for number, bucket in enumerate(self.buckets):
             self.stream.wait(arriving)
+            # Into the memory of bucket `number - 1`: its ranges were used before we came back here.
             if number + 1 < len(self.buckets):
                 arriving = self._fetch(number + 1)
             for each, grads in _with_slices(bucket, self.grads[number % 2]):

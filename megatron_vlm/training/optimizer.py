@@ -34,8 +34,7 @@ from megatron_vlm.training.optimizer_step import AdamStep, main_weights, set_ada
 
 
 def shards_optimizer(cfg: Config, grid: RankGroups) -> bool:
-    """Return whether optimizer state is sharded. With one replica it would only be copied
-    around."""
+    """Return whether optimizer state is sharded. One replica would only copy it around."""
     return cfg.parallel.distributed_optimizer and grid.dp.size > 1
 
 

@@ -145,8 +145,7 @@ def _sharded_mains(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.P
 
 @dataclass(frozen=True)
 class AdamStep:
-    """AdamW's settings for one step, in place of the configured ones. Norms and biases do not
-    decay."""
+    """AdamW's settings for one step, not the configured ones. Norms and biases do not decay."""
 
     beta1: float
     beta2: float

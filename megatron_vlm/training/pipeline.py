@@ -75,6 +75,7 @@ class Stage:
         count = self.global_max(num_items)
         if dims.virtual_stages > 1:
             count += -count % dims.pp if count else dims.pp
+        # Every rank must run as many: a missing item would leave its peers in a receive.
         items = [*items, *(kind.filler() for _ in range(count - num_items))]
         between: dict[str, Any] = {}
         if dims.pp > 1:
@@ -229,8 +230,7 @@ class KnownShapeP2P(P2PCommunicator):
             return tokens * (1 + extras), rows, sizes.text.hidden
 
         def outputs(stage: int) -> list[Shape]:
-            """Return the shapes that a stage sends on, in order. The end of the pipeline sends
-            nothing."""
+            """Return the shapes that a stage sends on, in order; the end sends nothing."""
             places = [(dims.place_of(stage, chunk), batches[item]) for item, chunk in order]
             return [after(place, batch) for place, batch in places if place < pp * chunks - 1]
 
@@ -281,6 +281,7 @@ class KnownShapeP2P(P2PCommunicator):
             for move, tensor, rank in moves
             if tensor is not None
         ]
+        # One batch: two neighbours whose sends came first would wait for each other in NCCL.
         # On a GPU, a receive's `wait` holds up the device's queue, not the host.
         for work in dist.batch_isend_irecv(batch) if batch else []:
             work.wait()
@@ -288,4 +289,5 @@ class KnownShapeP2P(P2PCommunicator):
 
     def _unset(self, shape: Shape) -> Tensor:
         dtype = self.config.pipeline_dtype
+        # A leaf: Megatron's backward reads the gradient to send back from its `grad`.
         return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=True)
