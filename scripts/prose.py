@@ -4,7 +4,8 @@
 
 A docstring begins with a verb in the imperative or with a noun. Comments are sentences. Lines of
 the documentation have at most 100 columns. Words that readers stumble over have a plain
-replacement. A sentence of the documentation has at most 40 words.
+replacement. A sentence of the documentation has at most 40 words. A page has few "that", since
+nouns are joined ("request tokens"), and a page that tells its reader what to do says "you".
 """
 
 import ast
@@ -12,13 +13,16 @@ import io
 import re
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MAX_COLUMNS = 100
 MAX_WORDS = 40  # the longest sentence of a page
-GENERATED = ("configuration.md", "what-fits.md")  # by scripts, with wide tables
+MAX_THAT, MIN_YOU = 8, 4  # in 1,000 words of a page, without code and tables
+GENERATED = ("configuration.md", "what-fits.md")  # by scripts, with wide tables; not read here
+REFERENCE = ("architecture.md", "benchmarks.md", "verified.md")  # they tell nobody what to do
 _WORD = re.compile(r"[A-Za-z]+(?:-[a-z]+)*")
 # Prepositions, pronouns and conjunctions: what begins with one has neither subject nor verb yet.
 FIRST_WORDS = frozenset(
@@ -116,17 +120,30 @@ def check_python(path: Path) -> Iterator[tuple[int, str]]:
 
 def check_page(path: Path) -> Iterator[tuple[int, str]]:
     in_code, start, paragraph = False, 0, ""
+    words = Counter[str]()
     for number, line in enumerate([*path.read_text().splitlines(), ""], 1):
         is_fence = bool(_FENCE.match(line))
         if is_fence or in_code or not line.strip() or _NO_TEXT.match(line) or _ITEM.match(line):
             yield from plain_words(start, _CODE.sub("code", paragraph))
             yield from long_sentences(start, paragraph)
+            words.update(word.lower() for word in _WORD.findall(_CODE.sub("code", paragraph)))
             start, paragraph = number, ""
         in_code ^= is_fence
         if not is_fence and not in_code and not line.startswith("    "):
             if len(line) > MAX_COLUMNS and not line.startswith(("|", "[", "<", "!")):
                 yield number, f"{len(line)} columns; at most {MAX_COLUMNS}"
             paragraph += "" if _NO_TEXT.match(line) else f" {line.strip()}"
+    yield from rates(words, path.name in REFERENCE)
+
+
+def rates(words: Counter[str], is_reference: bool) -> Iterator[tuple[int, str]]:
+    """Yield what a page has too often or too rarely."""
+    total, you = words.total(), words["you"] + words["your"] + words["yours"]
+    if 1000 * (that := words["that"]) > MAX_THAT * total:
+        limit = f"at most {MAX_THAT} in 1,000"
+        yield 1, f"{that} times 'that' in {total} words; {limit}: leave it out, or join the nouns"
+    if 1000 * you < MIN_YOU * total and not is_reference:
+        yield 1, f"{you} times 'you' in {total} words; at least {MIN_YOU} in 1,000: tell the reader"
 
 
 def long_sentences(line: int, paragraph: str) -> Iterator[tuple[int, str]]:
