@@ -1,5 +1,5 @@
-"""state.json of a checkpoint: what it says of the training besides the tensors, and what a run that
-loads it must have in common with the run that wrote it."""
+"""state.json of a checkpoint: the state of the training besides the tensors, and the settings that
+a loading run must share."""
 
 from pathlib import Path
 from typing import Any

@@ -98,7 +98,7 @@ def _parse_source(entry: Any, key: str) -> SourceSpec:
 
 
 def check_columns(columns: Any, key: str, place: str = "") -> None:
-    """Refuse a mapping with an unknown field, or with a column that is given twice."""
+    """Refuse a mapping with an unknown field, or with a column named twice."""
     if not isinstance(columns, Mapping) or not all(
         isinstance(text, str) and text for text in (*columns, *columns.values())
     ):
@@ -125,7 +125,7 @@ def check_columns(columns: Any, key: str, place: str = "") -> None:
 
 
 def check_roles(roles: Any, key: str, place: str = "") -> None:
-    """Refuse a mapping with an unknown role, or with a name of the data that is given twice."""
+    """Refuse a mapping with an unknown role, or with a name of the data listed twice."""
     if not isinstance(roles, Mapping) or not all(map(_is_name_of_role, roles.values())):
         raise ConfigError(
             place=place,
@@ -144,7 +144,7 @@ def check_roles(roles: Any, key: str, place: str = "") -> None:
 
 
 def names_of_role(names: str | Sequence[str]) -> list[str]:
-    """Return the names that a data set has for a role, of which a single one may stand alone."""
+    """Return a data set's names for a role, as a list even if there is only one."""
     return [names] if isinstance(names, str) else list(names)
 
 

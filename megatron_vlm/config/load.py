@@ -262,8 +262,8 @@ def _build_config(composed: Any) -> Config:
 
 
 def _as_declared(key: str, kind: Any, value: Any) -> Any:
-    """Return a value that OmegaConf has read in the type of its key: lists as tuples, of which a
-    single item may stand alone, and null as an empty mapping. checks.py refuses other values."""
+    """Return a value that OmegaConf has read in the type of its key: lists, or a single item,
+    as tuples, and null as an empty mapping. checks.py refuses other values."""
     if key == "data.train":
         return parse_sources(value, key)
     if key == "data.eval":

@@ -287,7 +287,7 @@ class RlConfig:
     updates: Natural = 1  # optimizer steps among which the samples of a step are divided
     max_weight: AboveZero = 2.0  # maximum importance weight of an engine's token; see docs/rl.md
     mask_weight: list[NonNegative] | None = None  # [low, high]: no policy loss for other weights
-    interrupt: bool = False  # new weights interrupt an engine's answers, which go on with them
+    interrupt: bool = False  # update an engine's weights in the middle of its answers
     off_policy_steps: Count = 0  # steps whose samples engines draw in advance, during a step
     seen: Seen = "report"  # how far answers depend on pictures: a figure, or weights of the loss
     seen_tokens: ShareAboveZero = 0.2  # share of tokens that vppo and va_opd choose in a row

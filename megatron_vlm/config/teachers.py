@@ -27,7 +27,7 @@ def teachers_of(cfg: Config | None) -> dict[str, str]:
 
 
 def teacher_checkpoints(cfg: Config | None) -> dict[str, str]:
-    """Return the members of `teachers_of` that are checkpoints."""
+    """Return the teachers with a checkpoint of their own, by source."""
     return {source: path for source, path in teachers_of(cfg).items() if path != SELF}
 
 
@@ -38,7 +38,7 @@ def needs_initial_model(cfg: Config) -> bool:
 
 
 def check_teacher(cfg: Config) -> None:
-    """Refuse a teacher that cannot be found, or settings of a teacher that there is not."""
+    """Refuse a teacher that cannot be found, or settings for a missing teacher."""
     teacher = cfg.teacher
     if not isinstance(teacher.options, dict):
         raise ConfigError(key="teacher.options", found=teacher.options, allowed="{NAME: VALUE}")

@@ -6,7 +6,7 @@ from megatron_vlm.errors import NOT_GIVEN, MegatronVLMError, show_choices, show_
 
 
 class ShownValue(str):
-    """Value of which only the text of a message has arrived."""
+    """Text of a value from another process, which could not send the value itself."""
 
     def __repr__(self) -> str:
         return str(self)  # a message shows the text unchanged

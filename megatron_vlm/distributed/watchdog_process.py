@@ -63,7 +63,7 @@ class WatchdogProcess:
             os.lseek(fd, 0, os.SEEK_SET)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the process, which first writes the dumps that there are."""
+        """End the process, which first writes the dumps it has."""
         os.close(self.writing)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)

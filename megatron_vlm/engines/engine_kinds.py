@@ -62,8 +62,8 @@ class EngineKind:
     """An engine that is known by name: how it is started, and its limits."""
 
     start: Callable[[EngineSettings], Awaitable["Engine"]]
-    # Describes the engine of a Python, such as "vLLM 0.32.0"; raises ConfigError, for the key that
-    # is given, if that Python has none.
+    # Describes the engine of a Python, such as "vLLM 0.32.0"; raises ConfigError for the given key
+    # if that Python has none.
     version: Callable[[str, str], str]
     python: str | None = None  # what engine.python is to be; null: it is not needed
     max_lora_rank: int | None = None

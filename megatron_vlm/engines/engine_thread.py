@@ -91,5 +91,5 @@ class EngineScorer:
         return self.engines.submit(engine.score(row, top_k, _TIMEOUT_S))
 
     def result(self, scores: "Future[Tensor]") -> Tensor:
-        """Return the scores of a row that `start` has begun with."""
+        """Return the scores of a row that `start` has sent."""
         return result_of(scores, self.waiting)

@@ -132,8 +132,8 @@ class Attention:
         return 4 * self.query * sum(tokens * (tokens + 1) // 2 for tokens in lengths)
 
     def projections(self, hidden: int, widths: Mapping[str, int]) -> Iterator[LayerParam]:
-        """Yield the linears, of which the first has these widths of outputs, and the norms of
-        queries and keys."""
+        """Yield the linears, the first with these output widths, and the norms of queries and
+        keys."""
         tensors = tuple(
             LayerTensor(f"self_attn.{letter}_proj.weight", (width, hidden), "attention")
             for letter, width in widths.items()

@@ -169,7 +169,7 @@ class HFCheckpoint:
         return grown
 
     def _mean(self, name: str, count: int) -> Tensor:
-        """Return the mean of the first rows, of which a part is read at a time."""
+        """Return the mean of the first rows, read part by part."""
         total = torch.zeros(self.tensors[name].shape[1], dtype=torch.float64)
         for start in range(0, count, _ROWS):
             rows = self._read(name, [(start, min(start + _ROWS, count))])

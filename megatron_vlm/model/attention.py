@@ -83,7 +83,7 @@ class SDPACoreAttention(MegatronModule):
 
 class CachedAttention(MegatronModule):
     """A backend's core attention and, in generation, the KV cache. The backend attends among the
-    tokens of the prompt; every later token attends to the cache, of which a `window` shows it the
+    tokens of the prompt; every later token attends to the cache, or with a `window` to the cache's
     newest tokens, itself included."""
 
     def __init__(

@@ -50,7 +50,7 @@ class KVCache:
         self.mask_B11T = (columns_T < lengths_B[:, None])[:, None, None]
 
     def mask_of(self, window: int | None) -> Tensor | None:
-        """Return the columns that a newest token attends to, of which a window is the last ones."""
+        """Return the columns that a newest token attends to; a window has the last ones."""
         if window is None or max(self.lengths) <= window or self.mask_B11T is None:
             return self.mask_B11T
         assert self.last_B is not None

@@ -146,7 +146,7 @@ class ActivationOffload:
             self.open_pass.take(node._raw_saved_tensors[0])
 
     def leave(self, layer: _Layer | None) -> None:
-        """Forget the storages of the layer that left before, and copy this layer's."""
+        """Free the storages of the layer that left before, and begin to copy this layer's."""
         if self.leaving is not None:
             self.leaving[0].forget()
         self.leaving = None if layer is None else (layer, layer.store())

@@ -65,7 +65,7 @@ class Command(Section):
 
 @dataclass(frozen=True)
 class Listing(Section):
-    """Sentences under a title, of which the first ones are shown."""
+    """Sentences under a title. Only the first ones are shown."""
 
     title: str
     sentences: Sequence[str]
@@ -165,8 +165,8 @@ class SideBySide(Section):
 
 @dataclass(frozen=True)
 class CardPages(Section):
-    """Cards of which a page shows `at_once`, to be filtered by kind and searched; a terminal shows
-    the first `in_terminal`. Cards that are wide stand below each other."""
+    """Cards to filter by kind and to search. A page shows `at_once` at a time, and a terminal the
+    first `in_terminal`. Wide cards stand below each other."""
 
     cards: Sequence[Card]
     kinds: Sequence[str]  # one for each card; empty if all cards are of one kind

@@ -130,7 +130,7 @@ def make_train_batch(
     updates = []
     for update_groups in groups_of_updates(groups, cfg.rl.updates):
         first = len(rows)
-        rows += _rows(update_groups, cfg)
+        rows += _train_rows(update_groups, cfg)
         lengths = [each.trained for group in update_groups for each in group.episodes]
         sizes = [_size(each.row, work) for each in rows[first:]]
         plan = plan_batch(sizes, replicas, Limits.from_config(cfg.train))
@@ -143,9 +143,9 @@ def make_train_batch(
     return TrainBatch(rows, updates)
 
 
-def _rows(groups: Sequence[Group], cfg: Config) -> list[TrainRow]:
-    """Return a row for each segment. An episode counts once, with any number of rows: they have
-    its advantage, and its tokens the weights that they would have in one row."""
+def _train_rows(groups: Sequence[Group], cfg: Config) -> list[TrainRow]:
+    """Return a row for each segment. All rows of an episode share its advantage, and its token
+    weights are as in a single row, so that it counts once."""
     rows = []
     for group in groups:
         teacher, episodes = _teacher_of(group, cfg), group.episodes

@@ -1,4 +1,4 @@
-"""Encoder for the messages of an environment, as the tokens that follow an answer."""
+"""Encoder of an environment's messages, as the tokens after an answer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from megatron_vlm.errors import DataError
 _NO_RECORD: Mapping[str, Any] = MappingProxyType({})
 _NO_LIMIT = 2**31 - 1  # tokens
 _LAST = 16  # tokens of a prompt, at its end, among which it opens thoughts
-# Stand-ins for the question and the answer: a template renders the later turns in the same way
-# after any text. One that leaves out how an answer was opened shows results only after a call.
+# Stand-ins for question and answer: the later turns look the same after any text. A template that
+# drops the opening of an answer shows a tool's result only after a call.
 _BEFORE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 _CALL = {"type": "function", "function": {"name": "b", "arguments": {}}}
 _CALLED = (_BEFORE[0], {"role": "assistant", "content": "", "tool_calls": [_CALL]})

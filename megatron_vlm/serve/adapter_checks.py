@@ -1,4 +1,4 @@
-"""Checks of adapters that clients upload: as for lora.path, with the names of the request."""
+"""Checks of uploaded adapters, as for lora.path; errors name the fields of the request."""
 
 import re
 import threading

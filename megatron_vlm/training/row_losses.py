@@ -116,7 +116,7 @@ def _simpo(pairs: Pairs, p: PreferenceConfig) -> Tensor:
 
 
 def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
-    """Return the loss of labels of which a share is wrong."""
+    """Return the loss if this share of the labels is wrong."""
     return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
 
 

@@ -93,8 +93,7 @@ class StageInput:
 
     @property
     def teacher_NR(self) -> Tensor:
-        """A teacher's log-probs, of which a batch without supervised places, such as a filler, has
-        none."""
+        """A teacher's log-probs. A batch without supervised places, such as a filler, has none."""
         none_NR = torch.zeros(0, 2, device=self.tokens_BS5.device)
         return self.columns.get("teacher_log_probs", none_NR)
 

@@ -128,7 +128,7 @@ def test_lines_are_read_once_and_a_new_file_from_its_beginning(tmp_path):
     lines = GrowingLines(path, 10)
 
     def new():
-        return lines.has_begun_anew(), [line for _, line in lines.new_lines()]
+        return lines.was_replaced(), [line for _, line in lines.new_lines()]
 
     assert new() == (False, [b"one\n"])
     with open(path, "a") as file:

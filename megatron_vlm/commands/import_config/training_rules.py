@@ -40,7 +40,7 @@ def translate_length(t: Translation) -> None:
 
 
 def translate_optimizer(t: Translation) -> None:
-    """Set the optimizer and what it is given."""
+    """Set the optimizer and its options."""
     muon, name = t.switched_on("use_muon"), t.given("optim")
     if muon is not None:
         t.put("optim.name", "muon", muon)
@@ -65,8 +65,8 @@ def translate_optimizer(t: Translation) -> None:
 
 
 def translate_rate(t: Translation, default: float | None = None) -> None:
-    """Set the learning rate and its schedule, as transformers has them. `default`: the rate where
-    none is given, unless it is always the same."""
+    """Set the learning rate and its schedule, as transformers has them. `default` is the
+    command's own rate, where none is given."""
     rate = t.take("learning_rate")
     if default is not None and (rate is None or rate.is_default):
         rate = Setting("learning_rate", default, is_default=True)

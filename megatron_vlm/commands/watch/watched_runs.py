@@ -169,7 +169,7 @@ class StatusReader:
         return RunStatus(state, why, step, total, self._figure(steps), rate, left, changed, files)
 
     def _read_lines(self) -> None:
-        if self._lines.has_begun_anew():
+        if self._lines.was_replaced():
             lines = self._lines
             self._forget()
             self._lines = lines
@@ -339,7 +339,7 @@ class OpenRun:
     def _read_on(self) -> None:
         if not os.path.lexists(self._lines.path):
             return
-        if self._lines.has_begun_anew():
+        if self._lines.was_replaced():
             self._reading = MetricsReading()
         for _, line in self._lines.new_lines():
             self._reading.take(line.decode(errors="replace"))

@@ -119,7 +119,7 @@ def _concatenate_visuals(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _several_targets(rows: Sequence[Row], longest: int) -> Tensor:
-    """Return the targets [B, S, J] of rows of which some have several at each position."""
+    """Return the targets [B, S, J]; some rows have several at each position."""
     tables = [
         row.targets
         if row.targets is not None and row.targets.dim() > 1

@@ -1,5 +1,5 @@
-"""Hidden pictures: other patches replace the patches of pictures and videos, to show how far
-answers depend on what is seen. Ids, grids and positions stay as they are.
+"""Hidden pictures: pictures and videos with replaced patches, to show how far answers depend on
+what the model sees. Ids, grids and positions stay as they are.
 
 Shapes: P patches, C values of a patch, 3 its channels.
 """
@@ -20,14 +20,14 @@ Pictured = TypeVar("Pictured", Row, MicroBatch)
 
 
 def hide_pictures(pictured: Pictured, hide: Callable[[Tensor], Tensor]) -> Pictured:
-    """Return a row or a micro-batch whose patches are replaced by those that `hide` returns."""
+    """Return a row or a micro-batch with each table of patches replaced by `hide` of it."""
     shown = {name: getattr(pictured, name) for name in GRID_OF}
     hidden: dict[str, Any] = {name: hide(each) for name, each in shown.items() if each is not None}
     return replace(pictured, **hidden)
 
 
 def grey(pixels_PC: Tensor) -> Tensor:
-    """Return patches of medium grey, of which floats are 0."""
+    """Return patches of medium grey, which is 0 in floats."""
     return torch.full_like(pixels_PC, 128 if pixels_PC.dtype == torch.uint8 else 0)
 
 

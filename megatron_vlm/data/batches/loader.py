@@ -101,7 +101,7 @@ class _Task:
     figures: BatchFigures
 
 
-# A micro-batch, and on request the one of its prompts with other answers.
+# A micro-batch and, on request, the same prompts with other answers.
 _Outcome = tuple[MicroBatch, MicroBatch | None]
 
 

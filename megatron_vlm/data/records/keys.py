@@ -1,5 +1,5 @@
-"""Keys of a record: each one is read, passed over or refused. No content of a record is left out in
-silence. Objects remember which of their keys were read."""
+"""Keys of a record: each is read, ignored by a rule, or refused, so that nothing is dropped
+silently. Objects remember which of their keys were read."""
 
 import re
 from collections import Counter

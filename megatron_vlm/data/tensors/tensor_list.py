@@ -30,7 +30,7 @@ Same = TypeVar("Same", bound=HasRows)
 
 
 def chunk_rows(self: Same, n: int) -> list[Same]:
-    """Split into exactly n parts, as even as possible, of which the first are longer."""
+    """Split into exactly n parts, as even as possible, the longer ones first."""
     if n < 1:
         raise DataError(
             f"cannot be the number of parts of {len(self)} rows",

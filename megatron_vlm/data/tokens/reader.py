@@ -239,7 +239,7 @@ def make_reader(
 
 
 def with_end(sample: Sample, end_ids: Sequence[int]) -> Sample:
-    """Return a sample that ends with these tokens, of which only the last counts."""
+    """Return a sample that ends with these tokens. Only the last of them counts."""
     ids_S = np.concatenate([sample.ids_S, np.array(end_ids, dtype=sample.ids_S.dtype)])
     trained_S = np.zeros(len(ids_S), dtype=bool)
     trained_S[-1] = True

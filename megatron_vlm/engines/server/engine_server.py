@@ -62,7 +62,7 @@ class Server:
             while not self._has_work() or not self.link.inbox.empty():
                 self._handle(*self.link.inbox.get())
             for output in self.engine.step():
-                self._take(output)
+                self._handle_output(output)
 
     def _has_work(self) -> bool:
         """Return whether there are tokens to draw, and weights to draw them with."""
@@ -217,9 +217,9 @@ class Server:
         [(about, values)] = self.engine.apply_model(lambda m: inspect_request(request, m, names))
         return {**about, "vllm": str(vllm.__version__)}, values
 
-    def _take(self, output: Any) -> None:
-        """Tell of a sample's new tokens, or store it if it has ended, and answer its request once
-        all samples have ended."""
+    def _handle_output(self, output: Any) -> None:
+        """Stream a sample's new tokens, or store an ended sample, and answer the request after its
+        last one."""
         number, place = map(int, output.request_id.split("-"))
         if (request := self.pending.get(number)) is None:
             return  # another of its samples was refused in this step

@@ -1,8 +1,8 @@
 """The samples of an rl run, from samples.jsonl: prompts with pictures, answers with rewards.
 
-The file is read within bounds, and each line once, since it grows meanwhile. The last line counts
-when its end is written. A file that was truncated, or is another one by now, is read again from its
-beginning. As in metrics_arrays.py, a step that a resumed run repeated replaces the first one, and
+The file may grow while it is read, so each line is read once, within bounds. The last line counts
+when its end is written. A truncated or replaced file is read again from its beginning. As in
+metrics_arrays.py, a step that a resumed run repeated replaces the first one, and
 all samples after it are dropped."""
 
 import os
@@ -26,16 +26,16 @@ _KEPT = 64  # bytes before the place of reading, by which the file is recognised
 
 
 class GrowingLines:
-    """The place up to which the lines of a file were read. Links are followed, and the last line
-    counts without an end, only if the file `is_complete`."""
+    """Reader of the new lines of a growing file. Only if the file `is_complete`, links are followed
+    and the last line needs no end."""
 
     def __init__(self, path: Path, max_line: int, is_complete: bool = False):
         self.path, self.max_line, self.is_complete = path, max_line, is_complete
         self.place = 0
         self._before = b""
 
-    def has_begun_anew(self) -> bool:
-        """Return whether the file is another one by now. The next lines are then its first ones."""
+    def was_replaced(self) -> bool:
+        """Return whether another file has taken its place. The next lines are then its first."""
         with self._open() as file:
             file.seek(self.place - len(self._before))
             is_same = file.read(len(self._before)) == self._before
@@ -44,8 +44,7 @@ class GrowingLines:
         return not is_same
 
     def new_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the place and the content of each line that is complete by now. Of a longer line
-        than `max_line` the beginning is given."""
+        """Yield the place and the content of each new complete line, cut to `max_line` bytes."""
         with self._open() as file:
             file.seek(self.place)
             while line := file.readline(self.max_line):
@@ -147,8 +146,8 @@ class SampleIndex:
         self.whole = True
 
     def read_on(self) -> None:
-        """Take the lines that are complete by now and new. One that is cut off is not JSON."""
-        if self._growing.has_begun_anew():
+        """Take the new complete lines. A line that was cut is no JSON."""
+        if self._growing.was_replaced():
             self._begin()
         for place, line in self._growing.new_lines():
             self.whole = self.num_lines < _MAX_LINES and place < _MAX_BYTES

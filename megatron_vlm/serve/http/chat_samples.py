@@ -1,6 +1,6 @@
-"""Prompts and samples of chats, for OpenAI's and Anthropic's routes. The front of the service is
-given what renders a chat: a tokenizer. Each request of a client is one sampling request of the
-service, so that keys, limits, turns and engines hold for it, too."""
+"""Prompts and samples of chats, for OpenAI's and Anthropic's routes. The front process
+has a tokenizer to render them. Each request of a client becomes one sampling request, with the same
+keys, limits, turns and engines."""
 
 import asyncio
 import json
@@ -163,7 +163,7 @@ class SamplingFields:
     """Fields of a request that decide its samples, named as in asample."""
 
     num_samples: int = 1
-    max_tokens: int | None = None  # None: all that there is room for
+    max_tokens: int | None = None  # None: as many as fit
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1

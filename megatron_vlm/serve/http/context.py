@@ -88,8 +88,8 @@ class AppContext:
         return await asyncio.to_thread(function, *values)
 
     async def promise(self, new: Call) -> str:
-        """Write the call to the journal on the disk and return its request id. After a 429, which
-        says that there is no room at the moment, a client retries silently."""
+        """Write the call to the journal on the disk and return its request id. After a 429
+        (no room at the moment) a client retries silently."""
         promise = await self.acceptor.accept(new)
         if isinstance(promise, Conflict):
             raise HttpError(422, promise.text)  # A client would retry a 409.

@@ -256,7 +256,7 @@ async def publish(key: Key) -> Answer:
 
 @router.get(_CHECKPOINT + "/external_weights_urls")
 async def urls(checkpoint: Checkpoint, request: Request, context: Context) -> Answer:
-    """Return an address for each file. Everybody who knows it may use it until it expires."""
+    """Return an address for each file. Until it expires it works without a key."""
     if checkpoint.kind != "external":
         raise HttpError(
             422,

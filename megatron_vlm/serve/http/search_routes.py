@@ -95,7 +95,7 @@ class SearchForm(JsonForm):
 
 
 class StatusQuery(JsonForm):
-    """A status of sessions. None are failed or cancelled here."""
+    """Session status to search for. No session here is ever failed or cancelled."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: tuple[Text, ...] | None = None

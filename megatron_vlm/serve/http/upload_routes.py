@@ -66,7 +66,7 @@ class UploadFinish(JsonForm):
 
 @dataclass(eq=False)
 class AdapterUpload:
-    """An upload. Who knows its id may send each file once."""
+    """Adapter upload in progress. Its id is the permission to send each file once."""
 
     key: str
     base_model: str

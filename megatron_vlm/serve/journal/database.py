@@ -1,6 +1,6 @@
 """SQLite file of the journal, with one writer and several readers. Triggers write the events of
-checkpoints for the audit log, so that no change can be forgotten. `Reads` has the requests that are
-being read, which may end the process."""
+checkpoints for the audit log, so that no change can be forgotten. `Reads` marks the
+requests in reading, since reading one may end the process."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from megatron_vlm.serve.journal.journal_records import NamedCheckpoint
 
 
 class Reads:
-    """The folder RUN/reading, with a file for each call that is being read."""
+    """The folder RUN/reading, with a file for each call whose request is in reading."""
 
     def __init__(self, run: Path):
         self.folder = run / "reading"

@@ -120,14 +120,14 @@ class Journal(JournalReader):
     # -- doing calls
 
     def begin_calls(self, *request_ids: str) -> list[str]:
-        """Record that these calls are about to be done, and return those that were not cancelled. A
-        call that starts three times and never finishes is not tried again."""
+        """Count an attempt of these calls, and return the calls that were not cancelled. A call
+        that starts three times and never finishes is not tried again."""
         count = "UPDATE calls SET attempts = attempts + 1 WHERE request_id = ? AND done IS NULL"
         with self._store.write(on_disk=False) as db:  # survives a crash of the process
             return [name for name in request_ids if db.execute(count, (name,)).rowcount]
 
     def undo_attempts(self, *request_ids: str) -> None:
-        """Record that this process does not go on with these calls, in good order."""
+        """Uncount the attempt of calls that this process leaves unfinished on purpose."""
         undo = "UPDATE calls SET attempts = attempts - 1 WHERE request_id = ? AND done IS NULL"
         with self._store.write() as db:
             db.executemany(undo, [(name,) for name in request_ids])
