@@ -5,7 +5,8 @@
 A docstring begins with a verb in the imperative or with a noun. Comments are sentences. Lines of
 the documentation have at most 100 columns. Words that readers stumble over have a plain
 replacement. A sentence of the documentation has at most 40 words. A page has few "that", since
-nouns are joined ("request tokens"), and a page that tells its reader what to do says "you".
+nouns are joined ("request tokens"), and a page that tells its reader what to do says "you". The
+name of a test has at most one negation.
 """
 
 import ast
@@ -24,6 +25,7 @@ MAX_THAT, MIN_YOU = 8, 4  # in 1,000 words of a page, without code and tables
 GENERATED = ("configuration.md", "what-fits.md")  # by scripts, with wide tables; not read here
 REFERENCE = ("architecture.md", "benchmarks.md", "verified.md")  # they tell nobody what to do
 _WORD = re.compile(r"[A-Za-z]+(?:-[a-z]+)*")
+NEGATIONS = frozenset(_WORD.findall("no not never without nothing nobody none neither cannot"))
 # Prepositions, pronouns and conjunctions: what begins with one has neither subject nor verb yet.
 FIRST_WORDS = frozenset(
     _WORD.findall("""
@@ -118,6 +120,14 @@ def check_python(path: Path) -> Iterator[tuple[int, str]]:
         yield from plain_words(line, text)
 
 
+def check_test_names(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            negations = [word for word in node.name.split("_") if word in NEGATIONS]
+            if len(negations) > 1:
+                yield node.lineno, f"{node.name} has {' and '.join(negations)}: say what holds"
+
+
 def check_page(path: Path) -> Iterator[tuple[int, str]]:
     in_code, start, paragraph = False, 0, ""
     words = Counter[str]()
@@ -164,12 +174,14 @@ def main(names: list[str]) -> int:
     files = [Path(name) for name in names] or [
         *sorted((ROOT / "megatron_vlm").rglob("*.py")),
         *sorted((ROOT / "scripts").rglob("*.py")),
+        *sorted((ROOT / "tests").rglob("test_*.py")),
         ROOT / "README.md",
         *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED),
     ]
     count = 0
     for path in files:
         check = check_python if path.suffix == ".py" else check_page
+        check = check_test_names if path.name.startswith("test_") else check
         for line, problem in check(path):
             count += 1
             print(f"{path}:{line}: {problem}")

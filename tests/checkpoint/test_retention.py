@@ -238,7 +238,7 @@ def test_what_was_just_written_is_never_removed(tmp_path):
     ]
 
 
-def test_a_line_that_was_left_is_neither_gone_on_from_nor_removed(tmp_path):
+def test_a_line_that_was_left_stays_and_is_not_continued(tmp_path):
     go_on(tmp_path, (3, 6, 9, 12, 15, 18), keep_last=3)
     twelve = read_manifest(step_folder(tmp_path, 12))
     new = go_on(tmp_path, (15,), twelve, keep_last=3)  # other contents: another line

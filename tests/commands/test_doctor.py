@@ -188,7 +188,7 @@ def test_gpus_and_what_they_compute_in():
     assert "PEAK_FLOPS_BF16" in checks["peak FLOP/s"].advice
 
 
-def test_no_gpu_is_fine_and_one_that_torch_does_not_see_is_not(tmp_path, monkeypatch):
+def test_no_gpu_is_fine_and_one_that_torch_misses_is_wrong(tmp_path, monkeypatch):
     (check,) = gpu_checks([], None, None)
     assert (check.status, check.found) == (OK, "none: CPU with gloo, in fp32")
     if torch.cuda.is_available():

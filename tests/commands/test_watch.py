@@ -247,7 +247,7 @@ def test_no_value_of_a_file_stops_a_page(tmp_path, run):
             assert listed.status_code == 200 and ">running<" in listed.text
 
 
-def test_no_folder_and_no_pipe_in_place_of_a_file_hides_the_other_runs(run):
+def test_a_folder_or_a_pipe_in_place_of_a_file_hides_no_other_run(run):
     """Also where it appears while the server runs."""
     names = ("job.lock", "metrics.jsonl", "samples.jsonl", "examples.json", "config.yaml")
     names += ("bench/scores.json", "megatron_vlm.json")

@@ -75,7 +75,7 @@ def test_no_override_ends_in_a_traceback():
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_recipe_recomputes_what_saves_nothing():
+def test_a_recipe_recomputes_only_what_saves_memory():
     """`selective` on attention alone keeps what `none` keeps (see test_memory.py)."""
     recipes = [*config_dir().glob("*/*.yaml")]
     assert recipes and [each for each in recipes if "selective" in each.read_text()] == []

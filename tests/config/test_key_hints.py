@@ -148,7 +148,7 @@ def test_answered_with_what_there_is(wrong):
 
 
 @in_one_test("wrong", NOTHING)
-def test_nothing_is_suggested_where_nothing_is_near(wrong):
+def test_only_near_names_are_suggested(wrong):
     assert similar_keys(wrong) == [] and hint_sentence(wrong) is None
     assert NOTHING[wrong] in hint(wrong)
 

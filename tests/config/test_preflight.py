@@ -223,7 +223,7 @@ def test_what_data_workers_import_is_imported_meanwhile(
 
 
 @pytest.mark.full
-def test_no_process_imports_what_it_does_not_need():
+def test_a_process_imports_only_what_it_needs():
     """inspect and plan start quickly, without megatron. In a worker, torch's compiler is for
     fusions that are not called; code that is compiled here loads it then. And wandb makes folders
     in TMPDIR that a killed process leaves; others may import it."""
@@ -310,7 +310,7 @@ def test_what_json_cannot_tell_is_left_to_transformers(text, tmp_path):
 
 
 @pytest.mark.parametrize("given", [{}, {"deepstack_visual_indexes": None}])
-def test_what_needs_no_deepstack_list_is_checked_without_one(given, places, tmp_path):
+def test_heads_and_experts_are_checked_without_a_deepstack_list(given, places, tmp_path):
     """transformers uses a list of its own then. Heads, widths and experts are those of the file."""
     folder = changed(places["base"], tmp_path / "model", {})
     config = json.loads((folder / "config.json").read_text())

@@ -87,7 +87,7 @@ def test_routing_is_that_of_one_process(cluster, pool, tiny):
         made.close()
 
 
-def test_a_model_without_experts_routes_nothing(group):
+def test_a_dense_model_routes_nothing(group):
     with pytest.raises(ConfigError, match=r"rank \d: model.path=.* has no experts to route to"):
         group.routing(ODD).result()
 

@@ -251,7 +251,7 @@ def test_bytes_and_floats_do_not_mix():
         collate(placed, range(2))
 
 
-def test_a_filler_has_no_loss_and_no_image():
+def test_a_filler_has_neither_loss_nor_image():
     filler = filler_batch()
     assert filler.num_supervised == 0 and filler.pixel_values_PC is None and not filler.rows
 

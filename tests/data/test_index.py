@@ -170,7 +170,7 @@ def test_settings_that_decide_nothing_share_an_entry(tiny, tmp_path, monkeypatch
     assert not calls
 
 
-def test_without_a_cache_nothing_stays(tiny, tmp_path, monkeypatch):
+def test_with_the_cache_off_nothing_stays(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     path = write_set(tmp_path)
     assert len(open_set(path, tiny(), None).order) == 23
@@ -415,7 +415,7 @@ def test_every_chat_survives_the_cache(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_cache_that_cannot_be_written_is_done_without(packed, tiny, tmp_path, caplog):
+def test_an_unwritable_cache_is_done_without(packed, tiny, tmp_path, caplog):
     """The cache is a file here. The samples are the same, and each use of the cache warns once."""
     path = write_set(tmp_path)
     (tmp_path / "cache").write_text("a file")

@@ -85,7 +85,7 @@ def test_token_ids_with_images_between(maker):
 
 @pytest.mark.parametrize("source", ["a.png", "/etc/hostname", "file:///etc/hostname"])
 @pytest.mark.parametrize("kind", ["image", "video"])
-def test_without_a_root_no_local_file_is_opened(kind, source, maker, tmp_path, monkeypatch):
+def test_a_local_file_is_opened_only_inside_a_root(kind, source, maker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     picture(64, 64).save("a.png")
     record = {"messages": [say("user", {"type": kind, kind: source}), say("assistant", "a")]}

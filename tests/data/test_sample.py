@@ -171,7 +171,7 @@ def test_what_is_too_long_is_told_what_would_make_it_shorter(name, limits, remed
 
 
 @pytest.mark.parametrize("truncation", ["error", "drop", "image_safe"])
-def test_what_cannot_fit_is_never_tokenized(truncation, reader, monkeypatch):  # noqa: F811
+def test_a_text_too_long_to_fit_is_never_tokenized(truncation, reader, monkeypatch):  # noqa: F811
     """The tokens of a word of 10 MB take gigabytes; see test_hostile.py."""
     limited = reader(truncation=truncation, max_tokens=512)
     lengths = []

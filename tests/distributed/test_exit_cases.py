@@ -188,7 +188,7 @@ class PipedJob:
         return out
 
 
-def test_a_job_that_cannot_start_leaves_no_open_pipe(folder, tiny):
+def test_a_job_that_fails_to_start_leaves_no_open_pipe(folder, tiny):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(AssertionError):

@@ -180,7 +180,7 @@ def test_signals_reach_every_rank_and_the_job_does_not_restart(number, job, tmp_
     assert signal.getsignal(number) == before
 
 
-def test_a_rank_that_is_not_there_yet_when_a_signal_comes_has_nothing_to_save(job, tmp_path, capfd):
+def test_a_rank_that_a_signal_precedes_has_nothing_to_save(job, tmp_path, capfd):
     """Rank 0 is killed, as Python is before its signal handlers are set; rank 1 has set its own."""
     with signals_when_ready(tmp_path, signal.SIGTERM):
         body = "rank and signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))"

@@ -146,7 +146,7 @@ def pick_with_driver(folder: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_a_gpu_that_torch_does_not_see_is_no_cpu(process_tree, tmp_path):
+def test_a_gpu_that_torch_misses_is_no_cpu(process_tree, tmp_path):
     # The folder has no nvidia-smi yet.
     assert process_tree.printed(pick_with_driver, str(tmp_path)) == "cpu cpu\n"
     program = tmp_path / "nvidia-smi"
@@ -173,7 +173,7 @@ def test_a_large_model_on_a_cpu_is_said(process_tree, tiny):
 
 
 @pytest.mark.full
-def test_torch_does_not_report_nvcc_without_a_gpu(tmp_path):
+def test_torch_reports_nvcc_only_with_a_gpu(tmp_path):
     # Builds of torch with CUDA call this function when the module is imported.
     code = "import megatron_vlm; from torch.utils import cpp_extension as e; e._find_cuda_home()"
     done = subprocess.run(

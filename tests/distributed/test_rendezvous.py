@@ -68,7 +68,7 @@ def join_in_vain(variables: dict[str, str]) -> None:
     print(caught.value)
 
 
-def test_a_port_that_says_nothing_is_not_waited_for(process_tree):
+def test_a_silent_port_is_not_waited_for(process_tree):
     """The port accepts connections. The rank runs in a process of its own: the thread that is left
     behind closes a file twice once the port is gone (torch 2.13), and the file may belong to
     something else by then."""

@@ -146,7 +146,7 @@ def test_a_quantized_release_is_answered_with_its_bf16_weights(name, weights, ti
         assert weights in caught.value.remedy and "change nothing" not in caught.value.remedy
 
 
-def test_no_family_has_norms_that_the_heads_would_not_get(tiny):
+def test_the_heads_get_the_norms_of_every_family(tiny):
     """The chains for queries and keys are chosen by the gate alone."""
     for family in ("qwen3_vl", "qwen3_5"):
         text = read_sizes(tiny(**TABLES[family].tiny)).text

@@ -269,7 +269,7 @@ def test_plain_floats_are_taken(dtype, tiny, tmp_path):
     opened(edited(tiny(), tmp_path / "copy", {k: v.to(dtype) for k, v in weights.items()}))
 
 
-def test_a_stored_head_that_is_not_the_embedding_is_not_tied(tiny, tmp_path):
+def test_a_stored_head_other_than_the_embedding_is_not_tied(tiny, tmp_path):
     """transformers would not tie it, and would train two weights where config.json declares one."""
     folder, weights = copy_of(tiny(tied=True), tmp_path)
     embedding = weights["model.language_model.embed_tokens.weight"]
@@ -424,7 +424,7 @@ def test_an_export_never_overwrites(pool, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
-def test_what_is_not_finite_is_not_loaded(value, pool, tiny, tmp_path):
+def test_only_finite_weights_are_loaded(value, pool, tiny, tmp_path):
     """One value of a tensor that one of two ranks reads is not finite in the training dtype."""
     folder, weights = copy_of(tiny(), tmp_path)
     name = "model.language_model.layers.3.mlp.down_proj.weight"
@@ -442,7 +442,7 @@ def export_nan(worker: MegatronWorker, out: str) -> None:
     worker.export_hf(out)
 
 
-def test_what_is_not_finite_is_not_exported(pool, tiny, tmp_path):
+def test_only_finite_weights_are_exported(pool, tiny, tmp_path):
     out = str(tmp_path / "out")
     for error in pool.run(refusal, 4, tiny(), layout(tp=2, pp=2), partial(export_nan, out=out)):
         assert str(error).startswith(f"{out}: lm_head.weight ") and "NaN" in str(error)

@@ -204,7 +204,7 @@ def test_a_cache_that_cannot_be_written(hub, monkeypatch, tmp_path):
     assert "cache" in refusal(NAME)
 
 
-def test_a_run_that_is_not_there_is_no_name(tmp_path, monkeypatch, capfd):
+def test_a_missing_run_is_no_name(tmp_path, monkeypatch, capfd):
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "runs" / "first" / "metrics.jsonl").touch()
     monkeypatch.chdir(tmp_path)

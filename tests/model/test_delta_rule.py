@@ -132,7 +132,7 @@ def test_nothing_but_the_inputs_is_stored():
     assert [x.data_ptr() for x in stored] == [x.data_ptr() for x in inputs]
 
 
-def test_recompute_and_no_grad_change_no_digit():
+def test_recomputing_or_forward_alone_changes_no_digit():
     inputs = [x.requires_grad_() for x in rule_inputs(70)]
     out = gated_delta_rule(*inputs)[0]
     again = checkpoint(lambda *x: gated_delta_rule(*x)[0], *inputs, use_reentrant=True)

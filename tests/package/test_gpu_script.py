@@ -48,7 +48,7 @@ def test_what_is_found_is_kept(tmp_path):
     assert names == ["figures.jsonl", "log.txt", "tables.md"]
 
 
-def test_a_run_without_time_is_no_success(tmp_path):
+def test_a_run_out_of_time_is_no_success(tmp_path):
     status, output, figures = run(tmp_path, "--seconds", "5", "--only", "parity")
     assert status == 1
     assert figures["parity", "status"] == "not begun: no time left, 0 s"

@@ -172,7 +172,7 @@ def test_tiles_are_means_of_ten_steps(report):
     assert not [name for name in page.tiles if "reward" in name]
 
 
-def test_a_run_without_samples_has_no_such_section(report):
+def test_only_a_run_with_samples_has_their_section(report):
     page = report(step(0, 1.0), samples=[prompt(0)])
     assert page.titles == TRAIN and "Samples" not in page.names
     assert page.tiles["last loss, step 0"] == "1"
@@ -279,7 +279,7 @@ def test_lines_that_cannot_be_read_are_counted(broken, count, report):
     assert f"The best are first. {count} of samples.jsonl {why}" in note_of(page)
 
 
-def test_a_file_without_a_line_says_nothing(report):
+def test_an_empty_file_says_nothing(report):
     page = report(rl(0), samples=[])
     assert not [word for word in page.words if "samples.jsonl" in word] and not steps_of(page)
 

@@ -196,7 +196,7 @@ def test_what_is_written_is_what_is_read(line):
     assert from_json(to_json(line)) == line
 
 
-def test_the_file_holds_null_for_what_is_no_number_and_nothing_for_what_was_not_asked_for():
+def test_the_file_holds_only_requested_figures_and_null_for_infinity():
     line = StepLine(0, 0, math.nan, 1e-3, math.inf, 0.1, 10.0, 1.0, 0.0, 0.1, None, 1.5)
     raw = json.loads(to_json(line))
     assert list(raw)[:5] == ["kind", "step", "epoch", "loss", "lr"]
@@ -252,7 +252,7 @@ def test_steps_without_a_trained_token_are_counted_and_marked(report):
     assert page.chart("Loss")["marks"][0] == {"kind": "short", "x": [1], "run": 0}
 
 
-def test_nothing_finite_is_no_curve(report):
+def test_infinite_values_are_no_curve(report):
     page = report(step(0, None))
     assert page.tiles["loss"] == "-" and page.summary("Loss") == {}
     assert "no number was logged" in page.page().words
@@ -449,7 +449,7 @@ def test_text_stays_text_and_the_page_needs_no_network(tmp_path):
     assert f"model: {json.dumps(HOSTILE)}\n" in facts.words and "config.yaml" in facts.words
 
 
-def test_a_page_without_scripts_allows_none():
+def test_a_static_page_allows_no_scripts():
     page = Page(document("a page", "", [draw_parts(Note("text"))]))
     check_self_contained(page)
     assert "text" in page.words and "script-src" not in page.text
@@ -581,7 +581,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
         write_report(tmp_path)
 
 
-def test_neither_torch_nor_megatron_is_imported():
+def test_torch_and_megatron_are_not_imported():
     code = "import sys, megatron_vlm.report.run; print({'torch', 'megatron'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], timeout=120) == b"set()\n"
 

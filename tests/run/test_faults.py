@@ -132,7 +132,7 @@ def watches_left(overrides: list[str]) -> int:
     return sum(thread.is_alive() for thread in watches)
 
 
-def test_a_run_that_cannot_be_opened_leaves_no_watch(folder, tiny, pool):
+def test_a_run_that_fails_to_open_leaves_no_watch(folder, tiny, pool):
     overrides = arguments(folder, tiny(), "unopened", f"data.train={folder}/none.jsonl")[4:]
     assert pool.run(watches_left, 2, overrides) == [0, 0]
 

@@ -144,7 +144,7 @@ def _poisoned(worker: MegatronWorker) -> tuple[bool, float, float]:
 
 
 @pytest.mark.parametrize("name", ["1x1x1", "dp2"])
-def test_a_gradient_that_is_not_a_number_is_not_applied(name, pool, tiny):
+def test_a_nan_gradient_is_not_applied(name, pool, tiny):
     case = layout() if name == "1x1x1" else layout(dp=2)
     for moved, norm, after in pool.run(call, case.world, tiny(), case, _poisoned):
         assert not moved and math.isnan(norm) and math.isfinite(after)
@@ -166,7 +166,7 @@ def _steps_around_an_empty_one(worker: MegatronWorker) -> tuple[list, list, tupl
 
 
 @pytest.mark.parametrize("name", ["1x1x1", "pp2", "dp2"])
-def test_a_step_without_a_trained_token_moves_nothing(name, pool, tiny):
+def test_a_step_of_untrained_tokens_moves_nothing(name, pool, tiny):
     """Momentum and weight decay would, with gradients of zero, and count a step."""
     case = {"1x1x1": layout(), "pp2": layout(pp=2), "dp2": layout(dp=2)}[name]
     case = replace(case, optim={"lr": 1e-3, "weight_decay": 0.1})

@@ -182,7 +182,7 @@ def test_memory_is_bounded_while_there_are_new_names():
 
 
 @pytest.mark.full
-def test_who_asks_and_is_not_served_is_not_forgotten():
+def test_who_asks_and_waits_is_not_forgotten():
     long, a = 2 * FORGOTTEN_S, call("a")
     ranks = Ranks(lambda asked: long if asked is a else FORGOTTEN_S / MANY / 2)
     for place in range(20 * MANY):

@@ -644,7 +644,7 @@ def test_a_request_that_is_wrong_takes_its_turn_and_the_model_goes_on(service):
 
 
 @pytest.mark.parametrize("given, taken", [("Infinity", 0.0), ("0", 0.0), ("1.5", 1.5)])
-def test_a_norm_that_is_never_reached_clips_nothing(given, taken):
+def test_a_norm_out_of_reach_clips_nothing(given, taken):
     form = AdamParams.model_validate_json(f'{{"grad_clip_norm": {given}}}')
     assert form.grad_clip_norm == taken
     with pytest.raises(ValidationError, match="0 or inf for none"):
@@ -723,7 +723,7 @@ def keyed(tmp_path):
         yield service, keys, path
 
 
-def test_without_a_key_nothing_is_told(keyed):
+def test_a_stranger_learns_nothing(keyed):
     service, keys, _ = keyed
     assert service.get("healthz") == {"status": "ok"}
     assert service.http.get("/healthz").status_code == 200

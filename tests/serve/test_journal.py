@@ -315,7 +315,7 @@ def test_a_call_that_the_process_dies_of_three_times_is_not_tried_again(tmp_path
         assert seqs(journal.next_calls()) == [("optim_step", 2)]
 
 
-def test_a_cancelled_sample_is_not_begun_and_a_begun_one_not_cancelled(tmp_path):
+def test_only_a_waiting_sample_can_be_cancelled(tmp_path):
     with opened(tmp_path) as journal:
         first, second = (journal.accept(a_sample("s", seq)).request_id for seq in (1, 2))
         listed = [call.request_id for call in journal.next_calls()]
@@ -655,7 +655,7 @@ for seq in range(start, start + 100000):
 """
 
 
-def test_a_process_that_is_killed_loses_no_promise_and_does_nothing_twice(tmp_path):
+def test_a_killed_process_keeps_each_promise_once(tmp_path):
     """The process is killed six times while it accepts and finishes; all it printed is there."""
     chance = random.Random(3)
     with opened(tmp_path) as journal:

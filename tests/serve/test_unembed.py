@@ -67,7 +67,7 @@ def test_each_switch_is_what_it_says(asked, parts, client, running):
     assert said_of(client, saved) == only(*parts)
 
 
-def test_nothing_is_no_model(client):
+def test_a_model_that_trains_nothing_is_refused(client):
     said = r"lora_config\.rank=3: train_attn, train_mlp, train_unembed"
     with pytest.raises(FailedError, match=f"user: {said}"):
         client.model(3, **only())
@@ -78,7 +78,7 @@ def test_it_is_trained_as_peft_trains_it(asked, client, path, running, record_pr
     check_against_peft(client.model(6, seed=5, **asked), path, running, record_property)
 
 
-def test_a_model_without_it_is_loaded_without_it(client, running, path):
+def test_a_model_without_unembedding_is_loaded_as_such(client, running, path):
     """As those are that were made when it had no effect."""
 
     def without() -> Model:

@@ -130,7 +130,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-def test_adapters_that_do_not_fit_are_refused_and_leave_nothing(tmp_path, checks, files):
+def test_misfit_adapters_are_refused_and_leave_nothing(tmp_path, checks, files):
     with front(tmp_path, adapters=checks) as service:
         for name, (lora, edit, problem) in REFUSED.items():
             upload = begin(service, LORA | lora)

@@ -94,7 +94,7 @@ def _nothing_supervised(worker: MegatronWorker) -> tuple[float, int, float]:
     return metrics.loss, metrics.num_tokens, worker.optim_step()[0]
 
 
-def test_a_batch_without_supervised_tokens_moves_nothing(pool, tiny):
+def test_an_unsupervised_batch_moves_nothing(pool, tiny):
     for world, case in ((1, layout()), (4, layout(tp=2, pp=2))):
         assert set(pool.run(call, world, tiny(**SHALLOW), case, _nothing_supervised)) == {
             (0.0, 0, 0.0)
@@ -164,7 +164,7 @@ def _infinite(worker: MegatronWorker) -> tuple[float, bool]:
     return norm, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_norm_that_is_not_finite_moves_nothing_on_any_rank(pool, tiny):
+def test_an_infinite_norm_moves_nothing_on_any_rank(pool, tiny):
     found = pool.run(call, 4, tiny(**SHALLOW), layout(tp=2, pp=2), _infinite)
     assert set(found) == {(torch.inf, True)}
 
