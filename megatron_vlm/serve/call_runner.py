@@ -35,13 +35,13 @@ from megatron_vlm.serve.journal.journal_records import (
 from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
 from megatron_vlm.serve.model_calls import ModelCalls
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
-from megatron_vlm.serve.sample_calls import SampleAsk, at_temperature, complete
+from megatron_vlm.serve.sample_calls import SampleAsk, complete
 from megatron_vlm.serve.sample_turns import Arriving, SampleTurns
 from megatron_vlm.serve.served_models import ModelCommands
 
 
 class CallRunner:
-    """Runner of calls. With `has_engine`, the ranks complete the samples that an engine draws."""
+    """Runner of calls."""
 
     def __init__(
         self,
@@ -50,16 +50,14 @@ class CallRunner:
         journal: Journal,
         prefetcher: RequestPrefetcher,
         disk: FullDisk,
-        has_engine: bool,
     ):
         self.commands, self.journal, self.prefetcher = commands, journal, prefetcher
-        self.disk, self.has_engine = disk, has_engine
+        self.disk = disk
         self.model_cache = ModelCache(serve, commands, journal, self._redo)
         self.model_calls = ModelCalls(commands, self.model_cache, journal)
         self.sample_turns = SampleTurns(
             commands, journal, prefetcher, self._answer_each, self._finish, serve.sampling_seconds
         )
-        self.samples = 0  # number of samples that were drawn or completed
 
     def run(self, together: Sequence[Call], arriving: Arriving) -> list[Call]:
         """Run the calls. Return those that have ended, with or without success, and the samples
@@ -182,10 +180,6 @@ class CallRunner:
         # Their sessions have the same weights under another name, because the model that these
         # weights were taken from has changed since.
         self.journal.undo_attempts(*(call.request_id for call, name in named if name != weights))
-        if self.has_engine:
-            drawn = [(call, self.prefetcher.take(call)) for call in calls]
-            self._finish(self._answer_each(weights, drawn), calls)
-            return list(together)
         self.sample_turns.turn(weights, calls, arriving)
         return [call for call, _ in self.sample_turns.used.values()]
 
@@ -200,10 +194,8 @@ class CallRunner:
 
     def _answers(self, weights: str, drawn: Sequence[tuple[Call, SampleAsk]]) -> list[Done]:
         asks = [ask for _, ask in drawn]
-        if self.has_engine:
-            asks = at_temperature(self.commands, weights, asks)
         answers = complete(self.commands, weights, asks)
-        self.samples += sum(ask.n for ask in asks)
+        self.sample_turns.samples += sum(ask.n for ask in asks)
         return [(Outcome(answer, "protobuf"), Changes()) for answer in answers]
 
 

@@ -4,12 +4,11 @@ with the same weights, or gradients of different models in one pass through the 
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.rank0 import HEARTBEAT_S
-from megatron_vlm.serve.engine_samples import EngineSampling
 from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import SAMPLE, TRAINING, Call
@@ -36,27 +35,16 @@ class CallScheduler:
         journal: Journal,
         prefetcher: RequestPrefetcher,
         model_cache: ModelCache,
-        engine_sampling: EngineSampling | None,
+        next_calls: Callable[[int], Sequence[Call]],
     ):
+        """`next_calls` returns the calls for the ranks, with this number ahead for each model."""
         self.journal, self.prefetcher, self.model_cache = journal, prefetcher, model_cache
-        self.engine_sampling = engine_sampling
+        self.pending = partial(next_calls, PREFETCHED_CALLS)
         self.batcher = CallBatcher(
             cfg, commands.models.base.dims, prefetcher, self.tenant_of, model_cache.is_loaded
         )
         self.queue = FairQueue()
         self.folder_of = lru_cache(10_000)(self._read_folder)  # a session's weights never change
-
-    def pending(self) -> Sequence[Call]:
-        """Return the calls for the ranks; of the samples, those that no engine can complete."""
-        if self.engine_sampling is None:
-            return self.journal.next_calls(PREFETCHED_CALLS)
-        drawn = list(self.engine_sampling.drawn.values())
-        for call, ask in drawn:
-            self.prefetcher.put(call, ask)
-        return [
-            *self.journal.next_calls(PREFETCHED_CALLS, samples=False),
-            *(call for call, _ in drawn),
-        ]
 
     def next_turn(self, calls: Sequence[Call]) -> list[Call]:
         """Return the pending calls that run next, together. If none should run yet, wait a
@@ -67,14 +55,14 @@ class CallScheduler:
             self.journal.wait(HEARTBEAT_S / 2)
             return []
         call = self.queue.next(ready, self.tenant_of, self._delay)
-        if self.engine_sampling is None and self.batcher.expects_more(call, ready):
+        if self.batcher.expects_more(call, ready):
             self.journal.wait(GATHER_S)
             return []
         return self.batcher.batch_with(call, ready)
 
     def arriving_samples(self, tenant: str) -> list[Call]:
         """Return the samples of this tenant that may join those in progress."""
-        calls = self.journal.next_calls(PREFETCHED_CALLS)
+        calls = self.pending()
         self.prefetcher.begin(calls)
         samples = [call for call in calls if call.kind == SAMPLE and not call.attempts]
         return [call for call in samples if self.tenant_of(call) == tenant]

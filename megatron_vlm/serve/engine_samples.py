@@ -149,8 +149,8 @@ SESSIONS = 10_000  # maximum number of sessions whose weights are remembered
 
 
 class EngineSampling:
-    """Engine sampling on rank 0. The service's loop calls `start`, `check` and `close` and reads
-    `drawn` and `samples`; the rest runs in the engines' loop."""
+    """Engine sampling on rank 0. The service's loop calls the methods without an underscore and
+    reads `samples`; the rest runs in the engines' loop."""
 
     def __init__(
         self, engines: EngineThread, journal: Journal, prefetcher: RequestPrefetcher, base: str
@@ -191,6 +191,20 @@ class EngineSampling:
         """Stop sampling. Unfinished samples are drawn again when the service starts again."""
         self.running.cancel()
         self.engines.submit(self._end()).result()
+
+    def next_calls(self, ahead: int) -> list[Call]:
+        """Return the calls for the ranks: see Journal.next_calls. Of the samples, these are the
+        ones that the ranks must complete."""
+        drawn = list(self.drawn.values())
+        for call, ask in drawn:
+            self.prefetcher.put(call, ask)
+        calls = self.journal.next_calls(ahead, samples=False)
+        return [*calls, *(call for call, _ in drawn)]
+
+    @property
+    def left(self) -> int:
+        """Number of calls in progress."""
+        return len(self.admission.inside)
 
     # -- any thread
 
@@ -248,6 +262,7 @@ class EngineSampling:
         except (MegatronVLMError, ValidationError) as error:
             self._finish(call, failure_of(error))
             return
+        ask = replace(ask, settings=replace(ask.settings, tempered=False))
         try:
             adapter = None
             if weights.adapter is not None:

@@ -54,12 +54,12 @@ class SampleAsk:
         """True if only the ranks can compute a part of the response. An engine returns only the
         log-probs of the answers' tokens, at temperature 1."""
         scores_more = self.prompt_log_probs or self.top_prompt or self.top_sample
-        return bool(scores_more) or self.targets is not None or self.is_tempered
+        return bool(scores_more) or self.targets is not None or self.lacks_temperature
 
     @property
-    def is_tempered(self) -> bool:
-        """True if the log-probs of the answers are for a temperature other than 1."""
-        return self.settings.temperature not in (0, 1)
+    def lacks_temperature(self) -> bool:
+        """True if the answers have log-probs at temperature 1 and are drawn at another one."""
+        return not self.settings.tempered and self.settings.temperature not in (0, 1)
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,7 @@ def read_ask(
 def complete(commands: ModelCommands, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
     """Return the responses to requests whose answers are drawn. `weights` is the ranks' name for
     the model or weights that have drawn them."""
+    asks = _at_temperature(commands, weights, asks)
     scored = _score_prompts(commands, weights, asks)
     return [
         write_samples(_samples(commands, weights, ask, log_probs))
@@ -161,13 +162,13 @@ def answers_to_bytes(ask: SampleAsk) -> bytes:
     return write_samples(Samples(_as_sampled(ask.answers, [None] * len(ask.answers))))
 
 
-def at_temperature(
+def _at_temperature(
     commands: ModelCommands, weights: str, asks: Sequence[SampleAsk]
 ) -> list[SampleAsk]:
     """Return the requests with log-probs of their answers at the temperature that they were drawn
     at. An engine returns those at temperature 1, which cannot be converted token by token."""
     tempered = list(asks)
-    for temperature in sorted({ask.settings.temperature for ask in asks if ask.is_tempered}):
+    for temperature in sorted({ask.settings.temperature for ask in asks if ask.lacks_temperature}):
         places = [p for p, ask in enumerate(asks) if ask.settings.temperature == temperature]
         pairs = [(asks[place].prompt, each) for place in places for each in asks[place].answers]
         rows = [replace(continue_row(prompt, each.ids), values_S={}) for prompt, each in pairs]

@@ -1,5 +1,6 @@
-"""Turns of sampling on the ranks. Requests join the samples in progress and leave when they are
-complete. A turn ends after some seconds, and unfinished samples continue in the next turn."""
+"""Turns of sampling on the ranks. They draw what no engine has drawn, and complete every answer.
+Requests join the samples in progress and leave when they are complete. A turn ends after some
+seconds, and unfinished samples continue in the next turn."""
 
 import time
 from collections import Counter
@@ -90,6 +91,7 @@ class SampleTurns:
         self.batches: dict[str, SampleBatch] = {}
         self.numbers = count()
         self.hear: Hear = lambda call, pieces: None  # receives streamed tokens
+        self.samples = 0  # number of samples in calls that were completed
         self.rounds = 1
         # Requests in `alone` are drawn without others, since their batch has failed. Requests in
         # `again` have lost their samples; the turn that draws them again does not end before they
@@ -107,6 +109,16 @@ class SampleTurns:
     def left(self) -> int:
         """Number of answers in progress."""
         return sum(e.left for batch in self.batches.values() for e in batch.inside.values())
+
+    def next_calls(self, ahead: int) -> list[Call]:
+        """Return the calls for the ranks, where no engine draws: see Journal.next_calls."""
+        return self.journal.next_calls(ahead)
+
+    def check(self) -> None:
+        """Do nothing: an error on the ranks is raised by their turn."""
+
+    def close(self) -> None:
+        """Do nothing: no sample is drawn between turns."""
 
     def is_in_progress(self, call: Call) -> bool:
         """Return whether a request is in progress."""
@@ -202,8 +214,9 @@ class SampleTurns:
         return any(self._is_alone(each.call) for each in batch.inside.values())
 
     def _choose_joining(self, turn: SampleTurn) -> list[InProgress]:
-        """Return the waiting requests that the ranks have rows for, by turns of the keys."""
-        batch, joining = turn.batch, []
+        """Return the waiting requests that the ranks have rows for, by turns of the keys. Complete
+        those whose answers an engine has drawn."""
+        batch, joining, drawn = turn.batch, list[InProgress](), list[tuple[Call, SampleAsk]]()
         rows: Counter[str] = Counter()
         load = [0] * self.replicas
         for entry in batch.inside.values():
@@ -217,6 +230,9 @@ class SampleTurns:
             ask = self._read(turn, call)
             if ask is None:
                 continue
+            if ask.answers:
+                drawn.append((call, ask))
+                continue
             replica = min(range(self.replicas), key=load.__getitem__)
             rows[call.key] += ask.n
             load[replica] += ask.n
@@ -226,6 +242,7 @@ class SampleTurns:
             )
             batch.inside[number] = entry = InProgress(call, ask, request, ask.n)
             joining.append(entry)
+        self._finish(turn, self.answer(batch.weights, drawn), [call for call, _ in drawn])
         return joining
 
     def _is_full(self, batch: SampleBatch, waiting: Sequence[Call]) -> bool:
@@ -286,8 +303,7 @@ class SampleTurns:
                 results.append(Finished(call.request_id, Failure(progress.refused, "user")))
             else:
                 answered.append((call, replace(entry.ask, answers=tuple(progress.answers or ()))))
-        if answered:
-            results += self.answer(batch.weights, answered)
+        results += self.answer(batch.weights, answered)
         self._finish(turn, results, calls)
 
     def _record_failure(self, turn: SampleTurn, error: MegatronVLMError) -> None:

@@ -38,14 +38,12 @@ class Service:
     ):
         """`engine_sampling` draws samples with an engine. Without it the ranks draw them."""
         self.cfg, self.commands, self.prefetcher = cfg, commands, prefetcher
-        self.engine_sampling = engine_sampling
         self.disk = FullDisk()
-        self.runner = CallRunner(
-            cfg.serve, commands, journal, prefetcher, self.disk, engine_sampling is not None
-        )
+        self.runner = CallRunner(cfg.serve, commands, journal, prefetcher, self.disk)
         self.model_cache = self.runner.model_cache
+        self.drawing = engine_sampling or self.runner.sample_turns
         self.scheduler = CallScheduler(
-            cfg, commands, journal, prefetcher, self.model_cache, engine_sampling
+            cfg, commands, journal, prefetcher, self.model_cache, self.drawing.next_calls
         )
         self.progress = ProgressLine()
         self.gauges = {"samples_total": 0.0}  # for /metrics
@@ -63,8 +61,7 @@ class Service:
 
     def _look_around(self) -> None:
         """Run a turn if calls are pending; otherwise the scheduler pauses."""
-        if self.engine_sampling is not None:
-            self.engine_sampling.check()
+        self.drawing.check()
         calls = self.scheduler.pending()
         self.runner.sample_turns.leave_cancelled({call.request_id for call in calls})
         self._count()
@@ -126,17 +123,14 @@ class Service:
 
     def close(self) -> None:
         """Save the models in memory. Pending calls run when the service starts again."""
-        if self.engine_sampling is not None:
-            self.engine_sampling.close()
+        self.drawing.close()
         self.prefetcher.close()
         self.model_cache.keep_all()
 
     def _count(self) -> None:
-        self.gauges["samples_total"] = float(self.runner.samples)
-        self.gauges["samples_under_way"] = float(self.runner.sample_turns.left)
-        if self.engine_sampling is not None:
-            self.gauges["samples_total"] += self.engine_sampling.samples
-            self.gauges["samples_under_way"] = float(len(self.engine_sampling.admission.inside))
+        stages = {self.drawing, self.runner.sample_turns}
+        self.gauges["samples_total"] = float(sum(each.samples for each in stages))
+        self.gauges["samples_under_way"] = float(sum(each.left for each in stages))
         self.gauges.update(self.runner.model_calls.gauges)
         self.gauges["models_in_memory"] = float(len(self.model_cache.models))
         self.gauges["snapshots_in_memory"] = float(len(self.model_cache.snapshots))
