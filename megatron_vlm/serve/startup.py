@@ -50,17 +50,14 @@ def open_service(
     journal = Journal(Path(cfg.run), bounds, JournalExpiry(superseded=limits.snapshot_seconds))
     opened.callback(journal.close)
     reader = RowReader(cfg, str(base.source.path), base.source.sizes, limits.pixels)
-    samples = _bounds(cfg, limits, reader.longest)
+    # Before HTTP: engines load for minutes.
+    samples, engines = _start_engine(cfg, commands, limits, reader.longest, opened)
     prefetcher = RequestPrefetcher(
         journal, reader, _stop_words(cfg), samples, base.dims.dp, limits.waiting_pixels
     )
     engine_sampling = None
-    if not engine_kind(cfg.engine.name).on_ranks:  # before HTTP: engines load for minutes
-        settings = _engine_settings(cfg, commands, limits, samples)
-        engines = EngineThread()
-        opened.callback(engines.close)
-        engines.start(cfg.engine, settings, commands.wait)
-        engine_sampling = EngineSampling(engines, journal, prefetcher, settings.folder)
+    if engines is not None:
+        engine_sampling = EngineSampling(engines, journal, prefetcher, str(base.source.path))
         engine_sampling.start()
     service = Service(cfg, commands, journal, prefetcher, engine_sampling)
     service.model_cache.delete_orphan_folders()
@@ -89,28 +86,28 @@ def limits_of(limits: Mapping[str, Any]) -> RequestLimits:
     return replace(defaults, **{name: types[name](value) for name, value in limits.items()})
 
 
-def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
-    kind = engine_kind(cfg.engine.name)
+def _start_engine(
+    cfg: Config, commands: ModelCommands, limits: RequestLimits, longest: int, opened: ExitStack
+) -> tuple[SampleBounds, EngineThread | None]:
+    """Start the engine, unless it is the ranks. Return the bounds of its samples, too."""
+    kind, base = engine_kind(cfg.engine.name), commands.models.base
     if kind.on_ranks:
-        return SampleBounds(limits.max_tokens, longest, min_temperature=COLDEST)
+        return SampleBounds(limits.max_tokens, longest, min_temperature=COLDEST), None
     longest, least = min(longest, cfg.engine.max_len or ENGINE_MAX_LEN), kind.min_temperature
-    return SampleBounds(limits.max_tokens, longest, "the engine (engine.max_len)", least)
-
-
-def _engine_settings(
-    cfg: Config, commands: ModelCommands, limits: RequestLimits, bounds: SampleBounds
-) -> EngineSettings:
-    serve, base = cfg.serve, commands.models.base
-    return EngineSettings.from_config(
+    settings = EngineSettings.from_config(
         cfg.engine,
         str(base.source.path),
         dtype=str(base.chunks[0].config.params_dtype).removeprefix("torch."),
-        max_len=bounds.longest,
+        max_len=longest,
         pictures=cfg.engine.pictures or limits.pictures,
         videos=cfg.engine.videos,
-        lora_rank=serve.max_rank,
-        adapters=loaded_counts(serve)["snapshots"],
+        lora_rank=cfg.serve.max_rank,
+        adapters=loaded_counts(cfg.serve)["snapshots"],
     )
+    engines = EngineThread()
+    opened.callback(engines.close)
+    engines.start(cfg.engine, settings, commands.wait)
+    return SampleBounds(limits.max_tokens, longest, "the engine (engine.max_len)", least), engines
 
 
 def _stop_words(cfg: Config) -> StopWords:
