@@ -13,13 +13,14 @@ pending afterwards, and the same seeds draw the same answers.
 """
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -29,7 +30,7 @@ from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.sampler import Adapter, Capacity
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.serve.engine_weights import EngineWeights, SampleWeights
-from megatron_vlm.serve.failures import ended_session, failure_of
+from megatron_vlm.serve.failures import FullDisk, ended_session, failure_of
 from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
@@ -46,6 +47,7 @@ from megatron_vlm.serve.sample_calls import SampleAsk, answers_to_bytes
 MAX_ADMITTED_BYTES = 256 * 2**20  # maximum bytes of their bodies; a single call may have more
 ENTRY_S = 1e-3  # seconds that a call counts at its start, so that keys take turns
 
+T = TypeVar("T")
 Asked = tuple[Call, SampleWeights]
 Queue = tuple[str, SampleWeights]  # a key, and the weights that its calls need
 
@@ -168,6 +170,7 @@ class EngineSampling:
         self.writing: asyncio.Task[None] | None = None
         self.switching: asyncio.Task[None] | None = None
         self.weights_of = lru_cache(SESSIONS)(self._read_weights)
+        self.disk = FullDisk()
         self.broken: BaseException | None = None
         self.last_failure: Failure | None = None
         self.news = asyncio.Event()
@@ -212,6 +215,8 @@ class EngineSampling:
         """Handle a ring of the journal. Calls have results from here, from the ranks, or by
         cancellation."""
         ids = [each.request_id for each in completed if each.kind == SAMPLE]
+        for request_id in ids:  # at once: the ranks may ask for the next calls
+            self.drawn.pop(request_id, None)
         with suppress(RuntimeError):  # the loop has ended, so no task needs the notice
             self.engines.loop.call_soon_threadsafe(self._look_again, ids)
 
@@ -222,7 +227,7 @@ class EngineSampling:
         while True:
             await self.news.wait()
             self.news.clear()
-            for call, weights in await asyncio.to_thread(self._look):
+            for call, weights in await self._of_journal(self._look):
                 if weights is None:
                     self._finish(call, ended_session())
                 else:
@@ -335,11 +340,21 @@ class EngineSampling:
         try:
             while self.finished:
                 batch, self.finished = self.finished, []
-                await asyncio.to_thread(self.journal.finish_all, batch)
+                await self._of_journal(self.journal.finish_all, batch)
         except Exception as error:
             self._record_break(error)
         finally:
             self.writing = None
+
+    async def _of_journal(self, work: Callable[..., T], *args: Any) -> T:
+        """Do the journal's work in a thread. If the disk is full, wait: no sample may be lost."""
+        while True:
+            try:
+                return await asyncio.to_thread(work, *args)
+            except sqlite3.Error as error:
+                if self.admission.closed:  # the next service draws it again
+                    raise
+                await asyncio.to_thread(self.disk.wait, error)
 
     def _look_again(self, completed: Sequence[str]) -> None:
         """Drop the calls that have results, and look for new ones."""
