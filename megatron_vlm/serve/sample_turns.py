@@ -5,23 +5,19 @@ seconds, and unfinished samples continue in the next turn."""
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 
 from megatron_vlm.controller.rank_worker import BrokenError
-from megatron_vlm.controller.resumable_decoder import (
-    ResumableDecoder,
-    SampleProgress,
-    SampleRequest,
-)
 from megatron_vlm.data.tensors.rows import batch_of
-from megatron_vlm.data.tokens.completions import Pieces
+from megatron_vlm.data.tokens.completions import Completion, Pieces
 from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.failures import REFUSALS, bare, failure_of
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Failure, Finished
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
+from megatron_vlm.serve.resumable_decoder import ResumableDecoder, SampleProgress, SampleRequest
 from megatron_vlm.serve.sample_calls import SampleAsk
 from megatron_vlm.serve.served_models import ModelCommands
 
@@ -270,7 +266,7 @@ class SampleTurns:
     ) -> None:
         batch, started = turn.batch, time.monotonic()
         prompts = batch_of([each.ask.prompt for each in joining]) if joining else None
-        requests = [each.request.as_json() for each in joining]
+        requests = [asdict(each.request) for each in joining]
         drawing = batch.weights, prompts, requests, list(leave), self.rounds
         try:
             progress = self.commands.call(self.models.draw, *drawing)
@@ -302,7 +298,8 @@ class SampleTurns:
             if progress.refused is not None:
                 results.append(Finished(call.request_id, Failure(progress.refused, "user")))
             else:
-                answered.append((call, replace(entry.ask, answers=tuple(progress.answers or ()))))
+                answers = tuple(map(Completion.from_json, progress.answers or ()))
+                answered.append((call, replace(entry.ask, answers=answers)))
         results += self.answer(batch.weights, answered)
         self._finish(turn, results, calls)
 

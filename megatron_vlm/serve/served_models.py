@@ -15,11 +15,6 @@ from megatron_vlm.checkpoint import save_load
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.controller import WorkerGroup, local_group
 from megatron_vlm.controller.rank_worker import BrokenError
-from megatron_vlm.controller.resumable_decoder import (
-    ResumableDecoder,
-    SampleProgress,
-    SampleRequest,
-)
 from megatron_vlm.controller.torchrun import SummedLoss, backward_together
 from megatron_vlm.controller.worker_group import BatchLike
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
@@ -29,6 +24,7 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.lora.peft_folder import is_adapter
 from megatron_vlm.serve.failures import CallFailedError, Trouble
+from megatron_vlm.serve.resumable_decoder import ResumableDecoder, SampleProgress, SampleRequest
 from megatron_vlm.training.optimizer_step import AdamStep
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 

@@ -32,8 +32,8 @@ from megatron_vlm.serve.journal.journal_records import Failure, Outcome
 from megatron_vlm.serve.protocol.protobuf import message
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
+from megatron_vlm.serve.resumable_decoder import SampleProgress, SampleRequest
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords, _spread_seed
-from megatron_vlm.serve.served_models import SampleProgress, SampleRequest
 from megatron_vlm.serve.service import Service
 from tests.serve.test_vllm_samples import PATIENCE_S, Desk, until
 from tests.support.fake_calls import CallJournal
@@ -86,7 +86,7 @@ class Ranks:
             tokens, answers = min(tokens + rounds, asked.settings.max_tokens), None
             inside[number] = asked, tokens
             if tokens == asked.settings.max_tokens:
-                answers = [_drawn(asked, k) for k in range(asked.n)]
+                answers = [_drawn(asked, k).as_json() for k in range(asked.n)]
                 del inside[number]
             left = 0 if answers else asked.n
             progress.append(SampleProgress(number, asked.n * tokens, left, answers))

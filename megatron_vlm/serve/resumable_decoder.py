@@ -1,9 +1,9 @@
-"""Sampling from a model of this process over many calls. Requests join and leave between the calls,
-while the KV caches of the other requests wait."""
+"""The own decoder on every rank: sampling from a model of this process over many calls. Requests
+join and leave between the calls, while the KV caches of the other requests wait."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatron_vlm.controller.rank_worker import with_rank
 from megatron_vlm.controller.torchrun import local_transport
@@ -15,7 +15,7 @@ from megatron_vlm.controller.worker_group import (
     without_labels,
 )
 from megatron_vlm.data.tensors.rows import rows_of
-from megatron_vlm.data.tokens.completions import Completion, Pieces, SamplingSettings
+from megatron_vlm.data.tokens.completions import Pieces, SamplingSettings
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.training.generate import Decoder
 
@@ -33,40 +33,24 @@ class SampleRequest:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "SampleRequest":
-        """Build a request from the JSON form of `plain`."""
+        """Build a request from the result of `dataclasses.asdict` after JSON."""
         return SampleRequest(
             **{**fields, "settings": SamplingSettings.from_json(fields["settings"])}
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the request in a form that JSON can hold."""
-        return asdict(self)
 
-
-@dataclass(frozen=True)
-class SampleProgress:
-    """Progress of a request."""
+class SampleProgress(NamedTuple):
+    """Progress of a request. JSON holds it as a list."""
 
     number: int
     tokens: int  # tokens in all its answers so far
     left: int  # answers that have not ended
-    answers: list[Completion] | None = None  # set once all answers have ended
+    # Set once all answers have ended, each in the form of Completion.as_json.
+    answers: list[list[Any]] | None = None
     refused: str | None = None  # reason why the request did not join
     # For each answer of a streamed request, the number of its tokens before these rounds and those
     # that follow.
     pieces: Pieces | None = None
-
-    @staticmethod
-    def from_json(values: Sequence[Any]) -> "SampleProgress":
-        """Build the progress from the JSON form of `plain`."""
-        number, tokens, left, answers, *others = values
-        completions = None if answers is None else [Completion.from_json(each) for each in answers]
-        return SampleProgress(number, tokens, left, completions, *others)
-
-    def as_json(self) -> list[Any]:
-        """Return the progress in a form that JSON can hold."""
-        answers = None if self.answers is None else [each.as_json() for each in self.answers]
-        return [self.number, self.tokens, self.left, answers, self.refused, self.pieces]
 
 
 class ResumableDecoder:
@@ -105,12 +89,12 @@ class ResumableDecoder:
 
         def work() -> list[Any]:
             try:
-                return [each.as_json() for each in self._advance(part, own, leave, rounds)]
+                return self._advance(part, own, leave, rounds)
             except Exception as error:
                 raise with_rank(error, grid.rank) from error
 
         results = self.ranks.answers(work)
-        return [SampleProgress.from_json(request) for rows in results for request in rows]
+        return [SampleProgress(*values) for each in results for values in each]
 
     def _advance(
         self,
@@ -143,7 +127,7 @@ class ResumableDecoder:
         for each in inside:
             answers = pieces = None
             if not each.left:
-                answers = [draw.completion for draw in each.draws]
+                answers = [draw.completion.as_json() for draw in each.draws]
             elif each.number in before:
                 lengths = before[each.number]
                 pieces = [[n, draw.ids[n:]] for n, draw in zip(lengths, each.draws, strict=True)]
