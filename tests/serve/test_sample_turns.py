@@ -54,7 +54,7 @@ class Ranks:
     decoders: dict[str, dict[int, tuple[SampleRequest, int]]] = field(default_factory=dict)
     joined: list[int] = field(default_factory=list)  # the last token of each prompt
     left: list[int] = field(default_factory=list)  # numbers of requests that were cancelled
-    ends: float = field(default_factory=lambda: time.monotonic() + PATIENCE_S)
+    ends: float = field(default_factory=lambda: time.monotonic() + 5 * PATIENCE_S)
 
     def __post_init__(self) -> None:
         self.base = SimpleNamespace(dims=ParallelDims.create(self.cfg.parallel, 1, 8))
