@@ -19,7 +19,7 @@ from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.job_store import stay_on_this_machine
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS = 100
+SECONDS = 85
 PROGRAM = "from gpu.communicators import be_rank; be_rank()"
 
 

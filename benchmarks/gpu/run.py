@@ -65,7 +65,7 @@ STEPS = (
     Step("correct", "reinforcement", 200),
     Step("sampling", "rl_through_host", 110),
     Step("parity", "nccl", 180),
-    Step("communicators", "communicators", 220, is_timed=True),
+    Step("communicators", "communicators", 180),
     Step("speed", "whole", 120, is_timed=True),
     Step("speed", "stack", 80, is_timed=True),
     Step("speed", "hybrid", 80, is_timed=True),

@@ -47,7 +47,7 @@ _MODULES = {
 }
 _TALK_S = 20.0
 _START_S = 60.0  # seconds in which two processes must import torch
-_TRIAL = "from megatron_vlm.distributed.group_trial import main; main()"
+_TRIAL = "from megatron_vlm.distributed.group_trial import try_as_rank; try_as_rank()"
 
 
 def requirements(extras: Container[str]) -> list[tuple[str, Requirement]]:

@@ -16,7 +16,7 @@ from megatron_vlm.distributed.job_store import stay_on_this_machine
 _GIB = 2**30
 
 
-def main() -> None:
+def try_as_rank() -> None:
     """Run the trial as one rank; rank 0 prints a summary. An error has one line, which comes
     last."""
     store, rank, seconds, world, backend = sys.argv[1:6]

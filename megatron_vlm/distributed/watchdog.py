@@ -211,7 +211,7 @@ class Watchdog:
                 self.exchange(board, world, beat)
 
     def exchange(self, board: "SignedStore", world: int, beat: int) -> None:
-        """Write the state of this rank, and read those of the others."""
+        """Write the state of this rank, and read the others'."""
         reached = self.phases, self.signs_of_life
         state = [beat, reached, self.step, self.phase, self.clock - self.since]
         board.write(f"watchdog/{self.rank}", json.dumps(state))
