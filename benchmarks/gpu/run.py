@@ -31,7 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 FIGURES, LOG = "figures.jsonl", "log.txt"
-MAX_TOGETHER, TOGETHER_DRY = 13, 2
+MAX_TOGETHER, TOGETHER_DRY = 14, 2
 NOT_RUN = 77  # the exit status of a step without its program or device, as in step.py
 FEW_THREADS = "2"  # for steps that run together
 LEAST = 10  # minimum of seconds for which a step is worth starting
