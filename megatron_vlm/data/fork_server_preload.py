@@ -7,7 +7,7 @@ import os
 import signal
 from functools import partial
 
-from megatron_vlm.io.parent_death import signal_when_parent_dies
+from megatron_vlm.io.parent import signal_when_parent_dies
 
 # Linux means the thread that started the server, which may end earlier than the trainer, though not
 # before the server has answered. So this is taken back before the first fork.

@@ -1,59 +1,30 @@
-"""An engine: a process in an environment of its own, which takes requests over a socket, and the
-supervisor of one engine among several, which restarts it when it has died.
-
-The process runs server/engine_server.py. Many requests may be in progress. When the process has
-died, all of them end in an EngineDiedError. When this process dies, so does the engine.
-"""
+"""An engine: a child process in an environment of its own, which runs server/engine_server.py, and
+the supervisor of one engine among several, which restarts it when it has died."""
 
 import asyncio
-import contextlib
 import logging
-import os
-import signal
-import socket
-import subprocess
-import tempfile
-from asyncio import Future, StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from megatron_vlm.data.tokens.completions import Pieces
 from megatron_vlm.distributed.process import environment_elsewhere
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.sampler import Hear, SamplerError
-from megatron_vlm.engines.server.frames import FRAME_HEADER, Message, head, parse, sizes
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.io.child import OUTPUT_CHARACTERS, Child, ChildDiedError, ChildRefusedError
 from megatron_vlm.io.scratch import socket_folder
 
 SERVER = Path(__file__).parent / "server" / "engine_server.py"
 _MAX_LOG_PROBS = 20  # vLLM's own limit of tokens in a place
-_OUTPUT_CHARACTERS = 4000  # characters of the engine's last output in a message
-
-
-class EngineDiedError(Exception):
-    """An error for an engine whose process has died. It has the process's last output."""
 
 
 @dataclass(eq=False)
 class EngineProcess:
-    """A process that was started, and its pending requests."""
+    """An engine that was started."""
 
-    settings: EngineSettings
-    process: "subprocess.Popen[bytes]"
-    reader: StreamReader
-    writer: StreamWriter
-    output: BinaryIO
-    waiting: dict[int, "Future[Any]"] = field(default_factory=dict)
-    hearers: dict[int, Hear] = field(
-        default_factory=dict
-    )  # they receive the tokens of streamed requests
-    numbers: Any = field(default_factory=count)
-    listening: "asyncio.Task[None] | None" = None
-    has_ended: bool = False
+    child: Child
     gpus: Sequence[str] = ()  # names of the GPUs that it uses, as in server/cuda_memory.py
 
     @staticmethod
@@ -62,21 +33,10 @@ class EngineProcess:
     ) -> "EngineProcess":
         """Start an engine, which loads the checkpoint as this version. It inherits `buffer`, the
         memory for weights."""
-        local_end, engine_end = socket.socketpair()
-        output = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
+        command, environment = [settings.python, str(SERVER)], {**_environment(), **environment}
         try:
-            process = subprocess.Popen(
-                [settings.python, SERVER, str(engine_end.fileno()), str(buffer)],
-                pass_fds=(engine_end.fileno(), buffer),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**_environment(), **environment},
-                start_new_session=True,  # keeps Ctrl-C from it, and lets `_end` kill its processes
-            )
+            child = await Child.start(command, [str(buffer)], environment, [buffer], True)
         except OSError as error:
-            output.close()
-            local_end.close()
             raise ConfigError(
                 f"cannot be started: {error.strerror}",
                 place="the engine",
@@ -85,26 +45,22 @@ class EngineProcess:
                 remedy="give the python of an environment that has vLLM, such as that of "
                 "`make vllm-env`: .venv-vllm/bin/python",
             ) from error
-        finally:
-            engine_end.close()
-        reader, writer = await asyncio.open_unix_connection(sock=local_end)
-        engine = EngineProcess(settings, process, reader, writer, output)
-        engine.listening = asyncio.create_task(engine._listen())
+        engine = EngineProcess(child)
         try:
-            await asyncio.wait_for(engine._load(version), settings.start_s)
+            await asyncio.wait_for(engine._load(settings, version), settings.start_s)
         except BaseException as error:
-            words = engine.last_words()
-            engine.close()
+            words = child.last_words()
+            await child.end()
             if (cause := _of_start(error, words, settings)) is None:
                 raise
             raise cause from error
         return engine
 
-    async def _load(self, version: int) -> None:
+    async def _load(self, settings: EngineSettings, version: int) -> None:
         names = ["folder", "dtype", "max_len", "lora_rank", "lora_vision", "adapters"]
-        fields = {name: getattr(self.settings, name) for name in [*names, "routing_layers"]}
-        fields["media"] = {"image": self.settings.pictures, "video": self.settings.videos}
-        options = engine_args(self.settings)
+        fields = {name: getattr(settings, name) for name in [*names, "routing_layers"]}
+        fields["media"] = {"image": settings.pictures, "video": settings.videos}
+        options = engine_args(settings)
         self.gpus = await self.ask("load", **fields, version=version, options=options)
 
     async def ask(
@@ -112,98 +68,10 @@ class EngineProcess:
     ) -> Any:
         """Send a request with the raw bytes of `body`, and return its answer. If the answer has raw
         bytes, it is an object, and they are its "body". `hear` receives what comes before it."""
-        number = next(self.numbers)
-        future: Future[Any] = asyncio.get_running_loop().create_future()
-        if not self.alive:
-            raise EngineDiedError(self.last_words())
-        self.waiting[number] = future
-        if hear is not None:
-            self.hearers[number] = hear
-        self._send({"id": number, "do": do, **fields}, body)
         try:
-            with contextlib.suppress(ConnectionError):  # the listener notices it, too
-                await self.writer.drain()
-            return await future
-        except asyncio.CancelledError:
-            if do in ("sample", "score") and self.alive:
-                self._send({"id": number, "do": "abort"})
-            raise
-        finally:
-            self.waiting.pop(number, None)
-            self.hearers.pop(number, None)
-
-    def _send(self, message: Message, body: Sequence[Any] = ()) -> None:
-        self.writer.write(head(message, sum(memoryview(part).nbytes for part in body)))
-        for part in body:
-            self.writer.write(part)
-
-    async def _listen(self) -> None:
-        """Deliver answers until the process has ended."""
-        try:
-            while True:
-                text, size = sizes(await self.reader.readexactly(FRAME_HEADER.size))
-                answer = parse(await self.reader.readexactly(text))
-                if size:
-                    answer["answer"]["body"] = await self.reader.readexactly(size)
-                if "pieces" in answer:
-                    self.hearers.get(answer["id"], _ignore)(answer["pieces"])
-                    continue
-                future = self.waiting.get(answer["id"])
-                if future is not None and not future.done():
-                    self._settle(future, answer)
-        except Exception:  # the process has ended, or has sent an invalid frame
-            self._end()
-            for future in self.waiting.values():
-                if not future.done():
-                    future.set_exception(EngineDiedError(self.last_words()))
-
-    @staticmethod
-    def _settle(future: "Future[Any]", answer: Message) -> None:
-        if "error" in answer:
-            future.set_exception(_explain_failure(answer["error"]))
-        else:
-            future.set_result(answer["answer"])
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None and not self.writer.is_closing()
-
-    def last_words(self) -> str:
-        """Return the end of the process's output, or how the process has ended if it has said
-        nothing."""
-        if self.output.closed:
-            return "it was closed"
-        self.output.seek(0, os.SEEK_END)
-        self.output.seek(max(0, self.output.tell() - _OUTPUT_CHARACTERS))
-        words = self.output.read().decode(errors="replace").strip()
-        status = self.process.poll()
-        if words or status is None:
-            return words
-        how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
-        return f"it ended {how}, without an error message"
-
-    def _end(self) -> None:
-        """Kill the process and all processes that it has started."""
-        if not self.has_ended:  # afterwards, other processes may get this number
-            self.has_ended = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.writer.close()
-
-    def close(self) -> None:
-        """End the process immediately."""
-        if self.listening is not None:
-            self.listening.cancel()
-        for future in self.waiting.values():
-            if not future.done():
-                future.set_exception(EngineDiedError("it was closed"))
-        self._end()
-        self.output.close()
-
-
-def _ignore(pieces: Pieces) -> None:
-    """Ignore tokens of a request that was cancelled."""
+            return await self.child.call({"do": do, **fields}, body, hear).answered
+        except ChildRefusedError as refused:
+            raise _explain_failure(refused.error) from None
 
 
 def engine_args(settings: EngineSettings) -> dict[str, Any]:
@@ -232,7 +100,7 @@ def _explain_failure(output: str) -> Exception:
     if last.startswith("PromptError: "):
         return DataError(last.removeprefix("PromptError: "))
     return SamplerError(
-        f"vLLM has failed: {last}\n{output[-_OUTPUT_CHARACTERS:]}", place="the engine"
+        f"vLLM has failed: {last}\n{output[-OUTPUT_CHARACTERS:]}", place="the engine"
     )
 
 
@@ -296,7 +164,7 @@ def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exc
             found=settings.start_s,
             remedy=f"raise it, or see why vLLM waits:\n{words}",
         )
-    if isinstance(error, EngineDiedError):
+    if isinstance(error, ChildDiedError):
         return SamplerError(
             f": vLLM ended while it was loading this model:\n{words}",
             place="the engine",
@@ -320,6 +188,7 @@ class EngineReplica:
     def __init__(self, environment: Mapping[str, str], start: Start, renew: Renew):
         self.environment, self.start, self.renew = environment, start, renew
         self.engine: EngineProcess | None = None
+        self.former: EngineProcess | None = None  # the one that has died
         self.in_flight = 0  # number of samples
         self.deaths = 0
         self.given_up: Exception | None = None
@@ -328,19 +197,17 @@ class EngineReplica:
     def reset_deaths(self) -> None:
         self.deaths = 0
 
-    def replace_engine(self, engine: EngineProcess, died: EngineDiedError) -> None:
+    def replace_engine(self, engine: EngineProcess, died: ChildDiedError) -> None:
         """Start another engine, once, after this one has died. Many requests may report its
         death."""
         if self.engine is not engine:
             return
         _log.warning("An engine has ended, and is started again. Its last words:\n%s", died)
-        engine.close()
-        self.engine = None
+        self.engine, self.former = None, engine
         self._record_death(died)
-        if self.given_up is None:
-            self.mending = asyncio.create_task(self._mend())
+        self.mending = asyncio.create_task(self._mend(engine))
 
-    def _record_death(self, died: EngineDiedError) -> None:
+    def _record_death(self, died: ChildDiedError) -> None:
         self.deaths += 1
         if self.deaths >= DEATHS:
             self.given_up = SamplerError(
@@ -349,12 +216,13 @@ class EngineReplica:
                 place="an engine",
             )
 
-    async def _mend(self) -> None:
+    async def _mend(self, former: EngineProcess) -> None:
+        await former.child.end()
         while self.given_up is None:
             try:
                 engine = await self.start(self.environment)
             except SamplerError as error:
-                self._record_death(EngineDiedError(str(error)))
+                self._record_death(ChildDiedError(str(error)))
                 continue
             except Exception as error:  # a mistake, which another start would not correct
                 self.given_up = error
@@ -362,22 +230,24 @@ class EngineReplica:
             try:
                 await self.renew(self, engine)
                 return
-            except EngineDiedError as died:
-                engine.close()
+            except ChildDiedError as died:
+                await engine.child.end()
                 self._record_death(died)
             except BaseException as error:
-                engine.close()
+                await engine.child.end()
                 if not isinstance(error, Exception):
                     raise
                 self.given_up = error
 
     async def close(self) -> None:
+        self.given_up = self.given_up or SamplerError("it was closed", place="an engine")
         if self.mending is not None:
             self.mending.cancel()
             with suppress(asyncio.CancelledError):
                 await self.mending
-        if self.engine is not None:
-            self.engine.close()
+        for engine in (self.engine, self.former):
+            if engine is not None:
+                await engine.child.end()
 
 
 class UpdateLock:

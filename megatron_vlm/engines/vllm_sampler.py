@@ -29,13 +29,7 @@ from megatron_vlm.engines.sampler import (
     Weights,
     read_processed_prompt,
 )
-from megatron_vlm.engines.vllm_process import (
-    EngineDiedError,
-    EngineProcess,
-    EngineReplica,
-    UpdateLock,
-    engine_args,
-)
+from megatron_vlm.engines.vllm_process import EngineProcess, EngineReplica, UpdateLock, engine_args
 from megatron_vlm.engines.weight_stream import (
     BUFFER_BYTES,
     SharedBuffer,
@@ -45,6 +39,7 @@ from megatron_vlm.engines.weight_stream import (
     stream,
 )
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.io.child import ChildDiedError
 
 
 def first_unrouted(prompt: Row) -> int:
@@ -218,7 +213,7 @@ class VllmSampler:
         timeout_s: float | None = None,
         hear: Hear | None = None,
     ) -> dict[str, Any]:
-        died: EngineDiedError | None = None
+        died: ChildDiedError | None = None
         for attempt in range(MAX_TRIES):
             # In the last attempt, requests whose engines have died run one by one: if a prompt
             # kills engines, it does not affect the other requests.
@@ -230,7 +225,7 @@ class VllmSampler:
                     answer: dict[str, Any] = await asyncio.wait_for(asking, timeout_s)
                     replica.reset_deaths()
                     return answer
-                except (EngineDiedError, TimeoutError) as error:
+                except (ChildDiedError, TimeoutError) as error:
                     died = _as_death(error, timeout_s)
                     replica.replace_engine(engine, died)
                 finally:
@@ -285,7 +280,7 @@ class VllmSampler:
             died = await self._give(weights, [engine for _, engine in live], version)
         except BaseException as error:
             for replica, engine in live:  # its weights are unknown now
-                replica.replace_engine(engine, EngineDiedError(f"an update has failed: {error}"))
+                replica.replace_engine(engine, ChildDiedError(f"an update has failed: {error}"))
             raise
         self.newest = newest
         for replica, engine in live:
@@ -294,7 +289,7 @@ class VllmSampler:
 
     async def _give(
         self, weights: Weights, engines: Sequence[EngineProcess], version: int
-    ) -> dict[EngineProcess, EngineDiedError]:
+    ) -> dict[EngineProcess, ChildDiedError]:
         """Send weights to the engines, and return the engines that died with their errors."""
         if not isinstance(weights, Checkpoint | Adapter):
             return await stream(weights, engines, self.buffer, version)
@@ -322,7 +317,7 @@ class VllmSampler:
             await asyncio.sleep(0)  # transports need it to end
 
 
-def _as_death(error: EngineDiedError | TimeoutError, timeout_s: float | None) -> EngineDiedError:
-    if isinstance(error, EngineDiedError):
+def _as_death(error: ChildDiedError | TimeoutError, timeout_s: float | None) -> ChildDiedError:
+    if isinstance(error, ChildDiedError):
         return error
-    return EngineDiedError(f"it has not answered within {timeout_s:g} s, and was ended")
+    return ChildDiedError(f"it has not answered within {timeout_s:g} s, and was ended")

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.engines.server.cuda_memory import CudaMemory
-from megatron_vlm.engines.vllm_process import EngineDiedError, EngineProcess
+from megatron_vlm.engines.vllm_process import EngineProcess
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.io.child import ChildDiedError
 
 BUFFER_BYTES = 64 << 20
 
@@ -104,13 +105,13 @@ def complete_weights(
 
 async def ask_each(
     engines: Collection[EngineProcess], do: str, **fields: Any
-) -> dict[EngineProcess, EngineDiedError]:
+) -> dict[EngineProcess, ChildDiedError]:
     """Send a request to all engines at once. Return those that died, with their errors."""
     requests = [engine.ask(do, **fields) for engine in engines]
     results = await asyncio.gather(*requests, return_exceptions=True)
     died = {}
     for engine, result in zip(engines, results, strict=True):
-        if isinstance(result, EngineDiedError):
+        if isinstance(result, ChildDiedError):
             died[engine] = result
         elif isinstance(result, BaseException):
             raise result
@@ -122,9 +123,9 @@ async def stream(
     engines: Collection[EngineProcess],
     buffer: SharedBuffer,
     version: int,
-) -> dict[EngineProcess, EngineDiedError]:
+) -> dict[EngineProcess, ChildDiedError]:
     """Send the tensors to all engines at once. Return the engines that died, with their errors."""
-    died: dict[EngineProcess, EngineDiedError] = {}
+    died: dict[EngineProcess, ChildDiedError] = {}
 
     async def to_each(do: str, **fields: Any) -> None:
         died.update(await ask_each(engines, do, **fields))

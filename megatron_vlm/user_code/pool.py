@@ -15,14 +15,10 @@ from typing import Any, TypeVar
 
 from megatron_vlm.config.schema import Config, RlConfig
 from megatron_vlm.errors import DataError
+from megatron_vlm.io.child import Child, ChildDiedError
 from megatron_vlm.user_code.environment import EnvStep, Message, Opening
 from megatron_vlm.user_code.load_code import KEYS
-from megatron_vlm.user_code.reward_process import (
-    RewardCallError,
-    RewardProcess,
-    RewardProcessDiedError,
-    RewardWorker,
-)
+from megatron_vlm.user_code.reward_process import RewardCallError, RewardWorker
 from megatron_vlm.user_code.serialize import PackingError
 
 _MAX_DEATHS = 3  # maximum deaths of processes while they run a call
@@ -64,7 +60,7 @@ class _Episode:
     where: str
     worker: RewardWorker
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one call at a time
-    life: RewardProcess | None = None  # process that has its environment
+    life: Child | None = None  # process that has its environment
     answers: list[str] = field(default_factory=list)  # answers that the environment has received
     failed: bool = False
 
@@ -243,12 +239,12 @@ class RewardPool:
                     process = await episode.worker.alive()
                     if request["do"] == "step":
                         await self._restore(episode, process)
-                    answer = await process.ask(request)
+                    answer = await episode.worker.ask(process, request)
                     episode.life = process
                     return answer
             except PackingError as error:
                 raise RewardCallError(f"cannot be given it: {error}") from None
-            except RewardProcessDiedError as error:
+            except ChildDiedError as error:
                 lost += 1
                 deaths += error.suspects > 0
                 suspected = suspected or error.suspects > 1
@@ -257,12 +253,13 @@ class RewardPool:
                     text = f"was asked {times} times, and its process {error}"
                     raise RewardCallError(text) from None
 
-    async def _restore(self, episode: _Episode, life: RewardProcess) -> None:
+    async def _restore(self, episode: _Episode, life: Child) -> None:
         """Rebuild the environment in a new process, with the same record and answers."""
         if episode.life is not life:
-            await life.ask(_begin_request(episode))
+            await episode.worker.ask(life, _begin_request(episode))
             for answer in episode.answers:
-                await life.ask({"do": "step", "episode": episode.number, "answer": answer})
+                request = {"do": "step", "episode": episode.number, "answer": answer}
+                await episode.worker.ask(life, request)
             episode.life = life
 
 

@@ -1,6 +1,6 @@
 """Process that runs a user's reward function, metric or view, or the environments of a class.
 
-    python -P -m megatron_vlm.user_code.reward_child SOCKET PARENT KIND TARGET TIMEOUT
+    python -P -m megatron_vlm.user_code.reward_child SOCKET PARENT
 
 Requests arrive over a socket. Coroutines run concurrently, and plain functions run in the order of
 their requests. The process imports neither torch nor Megatron, and ends with the trainer.
@@ -12,21 +12,18 @@ import faulthandler
 import inspect
 import math
 import os
-import signal
-import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.messages import parse_messages
 from megatron_vlm.distributed.error_json import error_to_json
 from megatron_vlm.errors import DataError, MegatronVLMError
-from megatron_vlm.io.parent_death import signal_when_parent_dies
+from megatron_vlm.io.parent import ParentChannel, read_frame
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.user_code.environment import Environment, EnvStep
 from megatron_vlm.user_code.load_code import (
@@ -35,13 +32,7 @@ from megatron_vlm.user_code.load_code import (
     load_user_code,
     place_of_function,
 )
-from megatron_vlm.user_code.serialize import (
-    MESSAGE_HEADER,
-    PackingError,
-    deserialize,
-    pack_and_unpack,
-    serialize,
-)
+from megatron_vlm.user_code.serialize import PackingError, deserialize, pack_and_unpack, serialize
 
 Request = dict[str, Any]
 _MAX_SHOWN = 200  # maximum characters of a wrong result
@@ -54,26 +45,6 @@ _MAX_REWARD, _MAX_FIGURE = 1e6, 1e100
 
 class _WrongError(Exception):
     """Error of a user's function. The text is the end of a sentence that begins with its name."""
-
-
-class _Link:
-    """End of the socket in this process. One thread reads it, and another writes it."""
-
-    def __init__(self, file: int):
-        os.set_inheritable(file, False)  # processes of the user's code must not hold it open
-        self.socket = socket.socket(fileno=file)
-        self.reading: BinaryIO = self.socket.makefile("rb")
-
-    def send(self, message: Request) -> None:
-        self.socket.sendall(serialize(message))
-
-    def listen(self, take: Callable[[Request], object]) -> None:
-        """Pass on every request, and end the process after the last."""
-        with contextlib.suppress(OSError):
-            while header := self.reading.read(MESSAGE_HEADER.size):
-                text, body = MESSAGE_HEADER.unpack(header)
-                take(deserialize(self.reading.read(text), self.reading.read(body)))
-        os._exit(0)  # the trainer is gone
 
 
 class _UserCodeRunner:
@@ -235,51 +206,52 @@ def _quote(value: Any) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-async def _serve(link: _Link, bench: _UserCodeRunner) -> None:
+async def _serve(channel: ParentChannel, runner: _UserCodeRunner) -> None:
     """Answer requests until the trainer is gone."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
 
     async def carry_out(request: Request) -> None:
         number = request["id"]
-        link.send({"id": number, "begun": True})  # the timeout of the call starts now
+        channel.tell(number)  # the timeout of the call starts now
         try:
-            link.send({"id": number, "answer": await bench.answer(request)})
+            channel.answer(number, *serialize(await runner.answer(request)))
         except _WrongError as error:
-            link.send({"id": number, "wrong": str(error)})
+            channel.refuse(number, str(error))
         except Exception as error:  # a user's value may fail when it is inspected
             why = f"returned what cannot be read: {error_in_one_line(error)}"
-            link.send({"id": number, "wrong": why})
+            channel.refuse(number, why)
 
     def take(request: Request) -> None:
         if request["do"] == "end":
-            bench.episodes.pop(request["episode"], None)
-            return
-        task = loop.create_task(carry_out(request))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+            runner.episodes.pop(request["episode"], None)
+        elif request["do"] != "abort":  # the trainer ignores the answer
+            task = loop.create_task(carry_out(request))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
-    def listen() -> None:
-        link.listen(lambda request: loop.call_soon_threadsafe(take, request))
-
-    threading.Thread(target=listen, daemon=True).start()
+    channel.listen(lambda frame: loop.call_soon_threadsafe(take, deserialize(*frame)))
     await asyncio.Event().wait()
 
 
-def run_reward_child(socket_file: str, parent: str, kind: str, target: str, timeout_s: str) -> None:
-    """Report whether the function can be loaded, and then serve it."""
-    signal_when_parent_dies(signal.SIGKILL)
-    if os.getppid() != int(parent):  # the parent ended before the signal was set up
+def run_reward_child(socket_file: str, parent: str) -> None:
+    """Load the user's code, which the first request names, and then serve it."""
+    channel = ParentChannel(int(socket_file))
+    if os.getppid() != int(parent):  # the parent ended before its death had a signal
         os._exit(1)
     faulthandler.enable()  # prints the traceback of a crash in C
-    link = _Link(int(socket_file))
+    if (frame := read_frame(channel.stream)) is None:
+        return
+    number, kind, target, timeout_s = (
+        frame[0][name] for name in ("id", "kind", "target", "timeout_s")
+    )
     try:
         function, home = load_user_code(kind, target)
     except MegatronVLMError as error:
-        link.send({"id": 0, "wrong": str(error), "fields": error_to_json(error)})
+        channel.refuse(number, error_to_json(error))
         return
-    link.send({"id": 0, "answer": None})
-    asyncio.run(_serve(link, _UserCodeRunner(kind, function, home, float(timeout_s))))
+    channel.answer(number, None)
+    asyncio.run(_serve(channel, _UserCodeRunner(kind, function, home, timeout_s)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Serialization of messages between the trainer and the reward processes.
+"""Messages between the trainer and the reward processes as JSON and raw bytes.
 
-A frame is a header with two sizes, JSON, and raw bytes. A value that JSON has no form for is an
-object with a mark. Tuples arrive as lists, paths as text, and arrays of numpy as lists of numbers.
-Both ends import this file, so it imports neither torch nor Megatron.
+A value that JSON has no form for is an object with a mark. Tuples arrive as lists, paths as text,
+and arrays of numpy as lists of numbers. Both ends import this file, so it imports neither torch nor
+Megatron.
 """
 
 import datetime
 import json
-import struct
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import PurePath
@@ -15,7 +14,6 @@ from typing import Any
 
 import PIL.Image
 
-MESSAGE_HEADER = struct.Struct("!QQ")  # sizes of the JSON and of the raw bytes
 _MARK = "\0"
 # Values from tables that JSON has no form for are sent as text. `datetime` comes before `date`,
 # because it is a subclass of it.
@@ -33,23 +31,21 @@ class PackingError(TypeError):
     """Error for a value that cannot be sent. It names the value."""
 
 
-def serialize(value: Any) -> bytes:
-    """Return the frame of a value. Raise PackingError if it cannot be sent."""
+def serialize(value: Any) -> tuple[Any, bytes]:
+    """Return the JSON and the raw bytes of a value. Raise PackingError if it cannot be sent."""
     body: list[bytes] = []
-    text = json.dumps(_pack_value(value, body, ""), separators=(",", ":")).encode()
-    return b"".join((MESSAGE_HEADER.pack(len(text), sum(map(len, body))), text, *body))
+    return _pack_value(value, body, ""), b"".join(body)
 
 
-def deserialize(text: bytes, body: bytes) -> Any:
-    """Return the value from the two parts of a frame."""
-    return _unpack_value(json.loads(text), memoryview(body))
+def deserialize(value: Any, body: bytes) -> Any:
+    """Return the value from its two parts."""
+    return _unpack_value(value, memoryview(body))
 
 
 def pack_and_unpack(value: Any) -> Any:
     """Return the value as it arrives at the other end."""
-    frame = serialize(value)
-    middle = MESSAGE_HEADER.size + MESSAGE_HEADER.unpack_from(frame)[0]
-    return deserialize(frame[MESSAGE_HEADER.size : middle], frame[middle:])
+    packed, body = serialize(value)
+    return deserialize(json.loads(json.dumps(packed)), body)
 
 
 def _pack_value(value: Any, body: list[bytes], place: str) -> Any:

@@ -34,7 +34,6 @@ from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.prompts import Prompts, seen_by_trainer, seen_videos
 from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError
 from megatron_vlm.engines.server.cuda_memory import CudaMemory
-from megatron_vlm.engines.server.frames import WireError, head, read_frame
 from megatron_vlm.engines.vllm_sampler import VllmSampler
 from megatron_vlm.engines.weight_stream import SharedBuffer
 from megatron_vlm.errors import NOT_GIVEN, CheckpointError, ConfigError, DataError, MegatronVLMError
@@ -42,6 +41,7 @@ from megatron_vlm.family.qwen.images import ImageSettings
 from megatron_vlm.family.qwen.videos import VideoSettings
 from megatron_vlm.family.video_plan import VideoPlan
 from megatron_vlm.hf.expert_layouts import ExpertStorage
+from megatron_vlm.io.parent import WireError, head, read_frame
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows
@@ -399,7 +399,7 @@ def test_a_sample_whose_engine_dies_in_an_interruption_begins_again(
         first = sampler.replicas[0].engine
         assert first is not None
 
-        await sampler.update(_killing(tiny, first.process.pid), 1, interrupt=True)
+        await sampler.update(_killing(tiny, first.child.process.pid), 1, interrupt=True)
         (tmp_path / "release").touch()
         return [each for [each] in await asyncio.gather(*held)]
 
@@ -465,7 +465,7 @@ def test_a_killed_engine_starts_again_with_the_newest_weights(name, settings, ti
 
 def test_another_engine_takes_over_at_once(settings):
     async def steps(sampler: VllmSampler) -> None:
-        first, second = (each.engine.process.pid for each in sampler.replicas if each.engine)
+        first, second = (each.engine.child.process.pid for each in sampler.replicas if each.engine)
         held = asyncio.create_task(sampler.sample(row(HELD), SHORT, [0]))
         await asyncio.sleep(0.1)
         starting = asyncio.Event()
@@ -531,7 +531,7 @@ def test_an_engine_that_dies_while_it_starts_again_is_started_once_more(settings
     settings = replace(settings, options={**settings.options, "stumble": str(stumble)})
     run(settings, steps)
     stumble.touch()
-    with raises(SamplerError, place="the engine", problem_has="ended with status 4, without"):
+    with raises(SamplerError, place="the engine", problem_has="ended with exit status 4, without"):
         run(settings, steps)
 
 
@@ -593,7 +593,7 @@ def test_an_engine_that_dies_during_an_update_is_left_behind(settings, tiny):
         first = sampler.replicas[0].engine
         assert first is not None
 
-        await sampler.update(_killing(tiny, first.process.pid), 1)
+        await sampler.update(_killing(tiny, first.child.process.pid), 1)
         completions = await sampler.sample(row(1), SHORT, [0])
         while sampler.replicas[0].engine is None:
             await asyncio.sleep(0.01)

@@ -473,7 +473,7 @@ def test_a_killed_engine_loses_nothing(loop, sampler, other, prompts):
         asked = asyncio.create_task(ask_all(sampler, prompts[:8], settings, count=2))
         await begun(sampler, prompts[0], 16)
         assert former is not None and not asked.done()
-        os.kill(former.process.pid, signal.SIGKILL)
+        os.kill(former.child.process.pid, signal.SIGKILL)
         assert_same(await asked, undisturbed)
         assert sampler.replicas[0].engine not in (None, former)
 
@@ -605,7 +605,7 @@ def test_a_worker_that_is_killed_in_an_update_is_named(pool, base, other, prompt
             sampler = await VllmSampler.start(engine(base, options=WORKERS), [ONE_THREAD])
         former = sampler.replicas[0].engine
         assert former is not None
-        victim = workers_of(former.process.pid)[worker]
+        victim = workers_of(former.child.process.pid)[worker]
 
         def until_killed() -> Iterator[tuple[str, Tensor]]:
             for place, pair in enumerate(named):

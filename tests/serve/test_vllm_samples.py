@@ -257,7 +257,7 @@ def test_whole_weights_outlive_their_snapshot_in_the_engine(desk):
     until(lambda: len(desk.asked) == 1)
     shutil.rmtree(desk.run / "weights" / "x")
     [replica] = desk.engines.engine.replicas
-    os.kill(replica.engine.process.pid, signal.SIGKILL)
+    os.kill(replica.engine.child.process.pid, signal.SIGKILL)
     until(lambda: len(desk.asked) == 2)
     desk.release()
     assert desk.answer(held) == drawn_by(1, 1, weights)

@@ -1,5 +1,5 @@
 """An engine without a model, for tests of the code around an engine. It is started like the real
-one, after its own path: `python fake_engine.py SERVE SOCKET BUFFER`, and uses the link next to
+one, after its own path: `python fake_engine.py SERVE SOCKET BUFFER`, and uses the same link as
 SERVE.
 
 The ids of an answer are its seed, the engine's version and its process id. The log-prob is the
@@ -68,19 +68,21 @@ def shared_file(handle: str) -> mmap.mmap:
 
 
 class StandIn:
-    def __init__(self, link: Any) -> None:
+    def __init__(self, link: Any, buffer_file: int) -> None:
         self.link, self.version, self.number, self.first = link, 0, 0, ""
         self.held: list[dict[str, Any]] = []
         self.slow: list[tuple[float, dict[str, Any]]] = []
         self.options: dict[str, Any] = {}
         self.scores = 0
-        self.memory, self.arriving = mmap.mmap(link.buffer_file, 0), None
+        self.memory, self.arriving = mmap.mmap(buffer_file, 0), None
         self.layers: list[int] = []
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        link.listen(self.inbox.put)
 
     def run(self) -> None:
         while True:
             try:
-                message, _ = self.link.inbox.get(timeout=0.01)
+                message, _ = self.inbox.get(timeout=0.01)
                 known = REPLAYS in os.environ and message["do"] in ("inspect", "sample")
                 (self.replay if known else self.handle)(message)
             except queue.Empty:
@@ -242,8 +244,9 @@ class StandIn:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(sys.argv[1]).parent))
-    from channel import ParentChannel
+    server = Path(sys.argv[1])
+    sys.path += [str(server.parent), str(server.parents[2] / "io")]
+    from parent import ParentChannel
     from weight_pieces import TensorAssembly
 
-    StandIn(ParentChannel(int(sys.argv[2]), int(sys.argv[3]))).run()
+    StandIn(ParentChannel(int(sys.argv[2])), int(sys.argv[3])).run()

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_vlm.commands.bench.model_server import BenchSettings, Endpoint, cause_in
 from megatron_vlm.distributed.process import CannotStartError, environment_elsewhere, output_of
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.parent_death import signal_when_parent_dies
+from megatron_vlm.io.parent import signal_when_parent_dies
 
 _VERSION = "import importlib.metadata as m; print(m.version('lmms_eval'))"
 _PATIENCE_S = 300

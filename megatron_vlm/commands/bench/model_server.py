@@ -17,7 +17,7 @@ import httpx
 from megatron_vlm.distributed.process import environment_elsewhere
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.atomic import MARK
-from megatron_vlm.io.parent_death import signal_when_parent_dies
+from megatron_vlm.io.parent import signal_when_parent_dies
 
 _ADDRESS = "127.0.0.1"
 # Settings of vLLM's build for the CPU, which would otherwise ask for nearly all of the memory.

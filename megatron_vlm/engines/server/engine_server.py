@@ -2,24 +2,25 @@
 inherits.
 
 The file runs by its path in the engine's own environment, which does not have this package. The
-frames are defined in frames.py. A request is {"id": N, "do": METHOD, ...}; its answer is {"id": N,
-"answer": ...} or {"id": N, "error": TEXT}. Requests join the running batch, and each is answered
-when it ends. Before that come the {"id": N, "pieces": ...} of a streamed request. Weights arrive
-through BUFFER, memory that both processes share. The end of the socket ends the process.
+messages are defined in io/parent.py. Requests join the running batch, and each is answered when it
+ends. The news of a streamed request are its tokens. Weights arrive through BUFFER, memory that both
+processes share. The process ends with the sampler's process, also if that is killed.
 """
 
 import atexit
 import os
+import queue
 import shutil
 import sys
 import tempfile
+import threading
 import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from adapter_folders import NamedAdapters, rank_for, write_nothing
-from channel import ParentChannel, end_with_workers
 from expert_capture import ExpertCapture, capture_arguments
-from frames import Message
 from vllm_requests import (
     PendingRequest,
     answer_of,
@@ -30,6 +31,9 @@ from vllm_requests import (
     table_of,
     to_vllm_prompt,
 )
+
+sys.path.append(str(Path(__file__).parents[2] / "io"))
+from parent import Frame, Message, ParentChannel
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -44,8 +48,10 @@ os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 class Server:
     """A vLLM engine and its pending requests."""
 
-    def __init__(self, link: ParentChannel):
-        self.link = link
+    def __init__(self, link: ParentChannel, buffer_file: int):
+        self.link, self.buffer_file = link, buffer_file
+        self.inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        link.listen(self.inbox.put)
         self.engine: Any = None
         self.special: list[str] = []  # tokens that are not text
         self.adapter: Any = None  # adapter of requests that name no adapter
@@ -59,8 +65,8 @@ class Server:
         """Answer requests forever. An error in vLLM's own step ends the process, because the state
         of the engine is unknown after it."""
         while True:
-            while not self._has_work() or not self.link.inbox.empty():
-                self._handle(*self.link.inbox.get())
+            while not self._has_work() or not self.inbox.empty():
+                self._handle(*self.inbox.get())
             for output in self.engine.step():
                 self._handle_output(output)
 
@@ -265,7 +271,7 @@ class Server:
         """Prepare all workers for new weights, which arrive in pieces: in memory of `size` bytes on
         their GPU that has this handle, or else in memory of the host."""
         self.is_paused = True
-        path = f"/proc/{os.getpid()}/fd/{self.link.buffer_file}"
+        path = f"/proc/{os.getpid()}/fd/{self.buffer_file}"
         memory = {"path": path, "handle": handle, "size": size}
         self.engine.collective_rpc("init_weight_transfer_engine", args=(memory,))
         self.engine.collective_rpc("start_weight_update")
@@ -306,5 +312,21 @@ def _unlike_ids_message(ids: list[int], expected: list[int]) -> str:
     return f"PromptError: vLLM made {len(ids)} ids of the prompt, not its {len(expected)}"
 
 
+def end_with_workers(workers: list[Any]) -> None:
+    """End this process as soon as one of its own processes has died, and say which one. They are
+    vLLM's handles of its workers."""
+
+    def watch() -> None:
+        ended = wait([each.proc.sentinel for each in workers])
+        for each in workers:
+            if each.proc.sentinel in ended:
+                print(f"{each.proc.name} (process {each.proc.pid}) has ended, so this engine ends")
+        sys.stdout.flush()
+        os._exit(1)
+
+    if workers:
+        threading.Thread(target=watch, daemon=True).start()
+
+
 if __name__ == "__main__":
-    Server(ParentChannel(int(sys.argv[1]), int(sys.argv[2]))).run()
+    Server(ParentChannel(int(sys.argv[1])), int(sys.argv[2])).run()

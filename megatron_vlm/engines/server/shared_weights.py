@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from cuda_memory import CudaMemory
-from frames import Message
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -26,7 +25,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 from vllm_fixes import adapt_values_as_keys, fix_vllm_on_cpu
-from weight_pieces import TensorAssembly
+from weight_pieces import Message, TensorAssembly
 
 
 @dataclass

@@ -6,8 +6,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from frames import Message
 from vllm_fixes import count_given_sizes
+from weight_pieces import Message
 
 
 def sampling_params(

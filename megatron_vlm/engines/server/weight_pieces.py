@@ -9,7 +9,7 @@ begin at `start`. Tensors arrive one after the other, each from its beginning to
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from frames import Message
+Message = dict[str, Any]  # JSON
 
 
 class TensorAssembly:
