@@ -159,7 +159,9 @@ class Child:
         """Kill the child, and wait until it is gone."""
         self.kill()
         assert self.following is not None
-        await asyncio.shield(self.following)
+        await asyncio.wait((self.following,))
+        if not self.ended:  # the task was cancelled, as all of the loop are at its end
+            await self._follow()
 
     async def _follow(self) -> None:
         """Pass on answers until the child is gone, and then fail all pending calls."""
