@@ -15,6 +15,7 @@ from hypothesis import settings
 from megatron_vlm.commands.demo.tiny_model import write_tiny
 from megatron_vlm.distributed.device import install_cpu_stand_in
 from megatron_vlm.family.tiny import TinySpec
+from tests.nccl.plugin import Judged
 from tests.support.durations import Durations, file_seconds
 from tests.support.pool import Pool
 from tests.support.process_tree import ProcessTree
@@ -46,6 +47,8 @@ ENGINES = {
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("DURATIONS") == "1" and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations())
+    if "NCCL_RULES" in os.environ:
+        config.pluginmanager.register(Judged(os.environ["NCCL_RULES"]))
 
 
 def pytest_collection_finish() -> None:

@@ -1,0 +1,78 @@
+# .venv/bin/python -m pytest tests/nccl/test_mutants.py
+"""Tests of the trainer under the rules of NCCL: each mutant is named, and the trainer as it is
+breaks no rule."""
+
+import math
+import os
+from functools import partial
+
+import pytest
+
+from megatron_vlm.training import optimizer
+from megatron_vlm.training.worker import MegatronWorker
+from tests.model.test_moe import EXPERTS
+from tests.model.test_parity import layout
+from tests.nccl.install import install
+from tests.nccl.mutants import MUTANTS
+from tests.nccl.referee import Referee
+from tests.support.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.support.pool import Pool
+from tests.support.runs import Case, my_rows
+from tests.support.suites import quick
+
+OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True)
+LAYOUTS = {
+    "tp2": layout(tp=2),
+    "dp2": layout(dp=2),
+    "dp2-overlap": layout(dp=2, **OVERLAP),
+    "pp2": layout(pp=2),
+    "pp2x2": layout(pp=2, virtual_stages=2),
+    "pp2-dp2": layout(pp=2, dp=2),
+    "ep2": layout(dp=2, ep=2),
+}
+SMALL_BUCKETS = 30_000  # values; a real model has many buckets
+
+
+def work(path: str, case: Case, variables: dict[str, str], mutant: str) -> None:
+    """Score rows, and train three steps, as one rank. The replicas have unequal micro-batches."""
+    os.environ.update(variables)
+    install()
+    with pytest.MonkeyPatch.context() as patch:
+        config = optimizer.DistributedDataParallelConfig
+        buckets = partial(config, bucket_size=SMALL_BUCKETS)
+        patch.setattr(optimizer, "DistributedDataParallelConfig", buckets)
+        if mutant:
+            MUTANTS[mutant].put_in(patch)
+        worker = MegatronWorker(case.config(path))
+        worker.forward(my_rows(make_rows(MIXED)))
+        for specs in (MIXED[:5], TEXT_ON_ONE_RANK, TEXT_ON_ONE_RANK):
+            worker.forward_backward(my_rows(make_rows(specs)))
+            norm, *_ = worker.optim_step()
+            assert math.isfinite(norm), f"the norm is {norm}"
+
+
+def findings(pool: Pool, tiny, name: str, mutant: str = "") -> str:
+    """Return what the referee and the ranks say about a job."""
+    case, error = LAYOUTS[name], ""
+    sizes = EXPERTS if name == "ep2" else {}
+    referee = Referee("release")
+    try:
+        pool.run(work, case.world, tiny(**sizes), case, referee.environment(), mutant)
+    except RuntimeError as failure:
+        error = str(failure)
+    return "\n".join([*referee.take_remarks(), error])
+
+
+@pytest.mark.parametrize("name", quick(["pp2x2"], LAYOUTS))
+def test_trainer_breaks_no_rule(own_pool, tiny, name):
+    assert not findings(own_pool, tiny, name)
+
+
+CHOSEN = ["skipped_all_reduce", "unbatched_sends", "own_sizes", "gradients_without_wait"]
+
+
+@pytest.mark.parametrize("name", quick(CHOSEN, MUTANTS))
+def test_mutants_are_named(own_pool, tiny, name):
+    mutant = MUTANTS[name]
+    found = findings(own_pool, tiny, mutant.layout, name)
+    assert mutant.finds in found, found
