@@ -12,7 +12,7 @@ UV := $(shell command -v uv)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1)/bin/pip install --quiet --no-compile)
 
-.PHONY: setup fla-env trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env chat-env tinker wheels gpu gpu-dry demo demo-gemma4 demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
+.PHONY: setup fla-env trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env chat-env tinker wheels gpu gpu-dry demo demo-gemma4 demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-nccl test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
 
 setup: .venv/ready
 
@@ -68,6 +68,10 @@ test-slow-all: setup
 
 test-long:
 	LONG=1 $(MAKE) test-slow-all
+
+# The suites of ranks under the rules of NCCL: see tests/nccl/README.md.
+test-nccl: setup
+	LONG=1 $(BIN)/python -m pytest -m slow -n 2 tests/nccl
 
 # The newest versions that pyproject.toml allows: Megatron-Core after 0.16.1 wants Python 3.12 or newer.
 # Tests marked `newest` run: configs, processors, templates and generation, which depend on

@@ -124,7 +124,9 @@ class Operation:
         if not self.finished.is_set():
             is_main = threading.current_thread() is threading.main_thread()
             if is_main:
-                where = f"waits for {self.name} at {self.where}, in {place()}"
+                here = place()
+                where = f"waits for {self.name} at {self.where}"
+                where += f", in {here}" * (here != self.where)
                 self.link.tell("block", id=self.id, where=where)
             self.finished.wait()
             if is_main:

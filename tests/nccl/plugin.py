@@ -44,3 +44,6 @@ class Judged:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Generator[None, Any, Any]:
         return (yield from self._judge())
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(f"referee: {self.referee.summary()}")
