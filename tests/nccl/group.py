@@ -78,14 +78,14 @@ class Communicator(dist.ProcessGroup):
         operation.transfers = [[direction, self.ranks[peer], tensor.numel(), str(tensor.dtype)]]
         return self._issue(operation)
 
-    def _issue(self, operation: Operation) -> Handle | None:
+    def _issue(self, operation: Operation, is_batch: bool = False) -> Handle | None:
         if self.batch is not None:
             self.batch.append(operation)
             return None
         if self.count == 1:
             operation.moves[0](0)
             operation.finished.set()
-        elif "lazy" in self.link.rules and len(operation.transfers) == 1:
+        elif "lazy" in self.link.rules and operation.transfers and not is_batch:
             # Without `device_id` a pair of ranks makes a communicator for unbatched sends.
             pair = sorted([self.link.rank, operation.transfers[0][1]])
             self.link.issue(operation, f"{self.comm}:{pair[0]}-{pair[1]}", pair)
@@ -106,7 +106,7 @@ class Communicator(dist.ProcessGroup):
         assert len({bool(each.transfers) for each in (first, *others)}) == 1
         if others:
             first.absorb(others)
-        return self._issue(first)
+        return self._issue(first, is_batch=True)
 
     # Collectives
 

@@ -18,7 +18,7 @@ from tests.nccl.referee import Referee
 from tests.support.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.support.pool import Pool
 from tests.support.runs import Case, my_rows
-from tests.support.suites import quick
+from tests.support.suites import full, quick
 
 OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True)
 LAYOUTS = {
@@ -28,7 +28,10 @@ LAYOUTS = {
     "pp2": layout(pp=2),
     "pp2x2": layout(pp=2, virtual_stages=2),
     "pp2-dp2": layout(pp=2, dp=2),
+    "tp2-pp2": layout(tp=2, pp=2),
+    "pp4": layout(pp=4),
     "ep2": layout(dp=2, ep=2),
+    "ep2-pp2": layout(dp=2, ep=2, pp=2),
 }
 SMALL_BUCKETS = 30_000  # values; a real model has many buckets
 
@@ -51,11 +54,11 @@ def work(path: str, case: Case, variables: dict[str, str], mutant: str) -> None:
             assert math.isfinite(norm), f"the norm is {norm}"
 
 
-def findings(pool: Pool, tiny, name: str, mutant: str = "") -> str:
+def findings(pool: Pool, tiny, name: str, mutant: str = "", rules: str = "") -> str:
     """Return what the referee and the ranks say about a job."""
     case, error = LAYOUTS[name], ""
-    sizes = EXPERTS if name == "ep2" else {}
-    referee = Referee("release")
+    sizes = EXPERTS if "ep2" in name else {}
+    referee = Referee(f"release,{rules}")
     try:
         pool.run(work, case.world, tiny(**sizes), case, referee.environment(), mutant)
     except RuntimeError as failure:
@@ -63,9 +66,10 @@ def findings(pool: Pool, tiny, name: str, mutant: str = "") -> str:
     return "\n".join([*referee.take_remarks(), error])
 
 
+@pytest.mark.parametrize("rules", ["", full("lazy,one-queue")])
 @pytest.mark.parametrize("name", quick(["pp2x2"], LAYOUTS))
-def test_trainer_breaks_no_rule(own_pool, tiny, name):
-    assert not findings(own_pool, tiny, name)
+def test_trainer_breaks_no_rule(own_pool, tiny, name, rules):
+    assert not findings(own_pool, tiny, name, rules=rules)
 
 
 CHOSEN = ["skipped_all_reduce", "unbatched_sends", "own_sizes", "gradients_without_wait"]
