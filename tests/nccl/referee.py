@@ -62,7 +62,14 @@ class Job:
         self.operations: Counter[str] = Counter()  # by communicator
         self.transfers = 0
         self.last = time.monotonic()
-        self.is_stalled = self.is_stuck = self.is_over = False
+        self.is_stalled = self.is_stuck = False
+        self.verdict = ""  # with which the job is over
+
+    def join(self, rank: int, connection: socket.socket) -> None:
+        with self.lock:
+            self.connections[rank] = connection
+            if self.verdict:
+                self._tell(rank, kind="verdict", text=self.verdict)
 
     def receive(self, rank: int, kind: str, message: dict[str, Any]) -> None:
         with self.lock:
@@ -71,7 +78,7 @@ class Job:
                 self._tell(rank, kind="bye")
             elif kind == "remark":
                 self.remark(f"{message['text']} (rank {rank})")
-            elif not self.is_over:
+            elif not self.verdict:
                 getattr(self, f"_{kind}")(rank, **message)
                 self._look_for_end()
 
@@ -88,7 +95,7 @@ class Job:
         self.new_groups[rank].append((ranks, where))
         for other, calls in self.new_groups.items():
             if number < len(calls) and calls[number][0] != ranks:
-                self._verdict(
+                self.end(
                     "GROUP ORDER",
                     f"group number {number} has ranks {ranks} on rank {rank} ({where}), "
                     f"and {calls[number][0]} on rank {other} ({calls[number][1]})",
@@ -142,7 +149,7 @@ class Job:
         if len(waiting) == len(ranks):
             problem = problem or _difference_of_splits(waiting, ranks)
         if problem is not None:
-            self._verdict("MISMATCH", f"communicator {comm} of ranks {ranks}: {problem}")
+            self.end("MISMATCH", f"communicator {comm} of ranks {ranks}: {problem}")
         elif len(waiting) == len(ranks):
             self._begin(*((each, 0) for each in waiting))
         for operation in heads.values():
@@ -162,7 +169,7 @@ class Job:
             else:
                 both = f"rank {operation.rank}: {operation}\n  rank {other.rank}: {other}"
                 problem = "size or type of a send and its receive differ"
-                self._verdict("MISMATCH", f"communicator {comm}: {problem}\n  {both}")
+                self.end("MISMATCH", f"communicator {comm}: {problem}\n  {both}")
             return
 
     def _begin(self, *parts: tuple[Queued, int]) -> None:
@@ -176,17 +183,17 @@ class Job:
 
     def _look_for_end(self) -> None:
         """Find out whether every rank waits, or is gone, while nothing runs."""
-        if self.is_over or not self.blocked or len(self.blocked) + len(self.gone) < self.world:
+        if self.verdict or not self.blocked or len(self.blocked) + len(self.gone) < self.world:
             return
         if any(op.begun - op.ended for op in self.queued.values() if op.rank not in self.gone):
             return
         if not self.gone:
-            self._verdict("DEADLOCK", f"every rank waits, and nothing can run\n{self.state()}")
+            self.end("DEADLOCK", f"every rank waits, and nothing can run\n{self.state()}")
         elif not self.is_stuck:
             self.is_stuck = True
             text = f"all ranks that are left wait for one that is gone\n{self.state()}"
             if "release" in self.rules:
-                self._verdict("STUCK", text)
+                self.end("STUCK", text)
             else:
                 self.remark(f"STUCK: {text}")
 
@@ -195,7 +202,7 @@ class Job:
         have other work to do."""
         with self.lock:
             idle = time.monotonic() - self.last
-            if self.is_stalled or self.is_over or not self.blocked or idle < STALL_S:
+            if self.is_stalled or self.verdict or not self.blocked or idle < STALL_S:
                 return None
             self.is_stalled = True
             return f"STALL: nothing has run for {idle:.0f} s\n{self.state()}"
@@ -212,13 +219,14 @@ class Job:
                     lines.append(f"    [{of}] {'behind' if place else 'head'}: {each}")
         return "\n".join(lines)
 
-    def _verdict(self, kind: str, text: str) -> None:
+    def end(self, kind: str, text: str) -> None:
         """Report a broken rule, with which the job is over: each wait of a rank raises it."""
-        if not self.is_over:
-            self.is_over = True
-            self.remark(f"{kind}: {text}")
-            for rank in self.connections:
-                self._tell(rank, kind="verdict", text=f"{kind}: {text}")
+        with self.lock:
+            if not self.verdict:
+                self.verdict = f"{kind}: {text}"
+                self.remark(self.verdict)
+                for rank in self.connections:
+                    self._tell(rank, kind="verdict", text=self.verdict)
 
     def _tell(self, rank: int, **message: Any) -> None:
         with contextlib.suppress(OSError):  # the process may have ended
@@ -297,7 +305,7 @@ class Referee:
         with self.lock:
             made = Job(hello["world"], set(self.rules.split(",")), self._remark)
             job = self.jobs.setdefault(hello["job"], made)
-        job.connections[rank] = connection
+        job.join(rank, connection)
         try:
             for line in lines:
                 message = json.loads(line)
@@ -305,7 +313,7 @@ class Referee:
         except ConnectionError:
             pass
         except Exception as error:
-            self._remark(f"the referee itself has failed: {error!r}")
+            job.end("REFEREE", f"it has failed: {error!r}")
             raise
         job.leave(rank, "its process has ended without leaving its groups")
 

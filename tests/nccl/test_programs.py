@@ -2,6 +2,8 @@
 """Tests of the emulator by small programs: what it must find, and a program without a mistake."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -9,6 +11,8 @@ import torch.distributed as dist
 from tests.nccl.install import install
 from tests.nccl.programs import PROGRAMS
 from tests.nccl.referee import Referee
+from tests.support.pool import free_port
+from tests.support.random_runs import ROOT
 from tests.support.suites import quick
 
 
@@ -35,3 +39,19 @@ def test_programs_are_judged(own_pool, name):
         found = str(error)
     found += "\n".join(referee.take_remarks())
     assert program.finds in found and bool(program.finds) == bool(found), found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "status"), [("swapped", 3), ("objects", 0)])
+def test_status_of_a_command(name, status):
+    """torch alone starts here, and finds the rules by PYTHONPATH."""
+    body = "import torch.distributed as dist; dist.init_process_group('gloo'); "
+    body += f"from tests.nccl.programs import PROGRAMS; PROGRAMS['{name}'].run(dist.get_rank())"
+    place = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
+    rank = f'{place} RANK=$rank {sys.executable} -c "{body}"'
+    ranks = f"for rank in 0 1; do {rank} & done; wait"
+    command = [sys.executable, "-m", "tests.nccl", "--", "bash", "-c", ranks]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert ("[referee] MISMATCH: communicator 0" in done.stderr) == (status == 3), done.stderr
+    assert "2 ranks with" in done.stderr
