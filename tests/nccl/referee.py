@@ -321,12 +321,9 @@ class Referee:
         """Return what the jobs have done, for a person."""
         jobs = list(self.jobs.values())
         count = sum(sum(job.operations.values()) for job in jobs)
-        lines = [f"{len(jobs)} jobs with {count:,} operations"]
-        for job in jobs[:3]:
-            used = len(+job.operations)
+        text = f"{len(jobs)} jobs with {count:,} operations"
+        for job in sorted(jobs, key=lambda job: -job.world)[:1]:
             calls = max(map(len, job.new_groups.values()), default=0)
-            lines.append(
-                f"{job.world} ranks with {calls} calls of new_group and {len(job.members)} "
-                f"communicators of more than one rank, of which {used} are used"
-            )
-        return "; ".join(lines)
+            text += f"; {job.world} ranks with {calls} calls of new_group and {len(job.members)} "
+            text += f"communicators of several ranks, of which {len(+job.operations)} are used"
+        return text
