@@ -79,6 +79,7 @@ class Operation:
             check_tensor(tensor, name)
         self.link, self.name, self.is_async, self.where = link, name, is_async, place()
         self.finished, self.has_landed = threading.Event(), False
+        self.is_awaited = False  # also by a wait that a signal has ended
         self.error: Exception | None = None
         self.signature: list[Any] = []
         self.transfers: list[list[Any]] = []
@@ -107,7 +108,6 @@ class Operation:
             self.results += part.results
             self.guarded += part.guarded
             self.moves += part.moves
-            part.has_landed = True
         if not self.transfers:  # collectives run one after the other
             moves = self.moves
             self.moves = [lambda tag: [move(tag) for move in moves]]
@@ -121,6 +121,7 @@ class Operation:
         self.link.tell("done", id=self.id, index=index)
 
     def wait(self) -> None:
+        self.is_awaited = True
         if not self.finished.is_set():
             is_main = threading.current_thread() is threading.main_thread()
             if is_main:
@@ -166,7 +167,7 @@ class Handle(dist.Work):
     def __del__(self) -> None:
         """Report that nothing can wait any more. At the end of the groups some may be in flight."""
         operation, link = self.operation, self.operation.link
-        if operation.has_landed or sys.is_finalizing() or link.verdict or link.is_leaving:
+        if operation.is_awaited or sys.is_finalizing() or link.verdict or link.is_leaving:
             return
         text = f"NO WAIT: nothing waits for {operation.name} at {operation.where}"
         link.tell("remark", text=text)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 STALL_S = 20.0  # seconds without an operation after which a person wants to know who waits
+LEFT, ENDED = "has left its groups", "its process has ended without leaving its groups"
 ROOT = Path(__file__).parents[2]
 
 
@@ -74,7 +75,7 @@ class Job:
     def receive(self, rank: int, kind: str, message: dict[str, Any]) -> None:
         with self.lock:
             if kind == "bye":
-                self.leave(rank, "has left its groups")
+                self.leave(rank, LEFT)
                 self._tell(rank, kind="bye")
             elif kind == "remark":
                 self.remark(f"{message['text']} (rank {rank})")
@@ -182,14 +183,15 @@ class Job:
     # Ends
 
     def _look_for_end(self) -> None:
-        """Find out whether every rank waits, or is gone, while nothing runs."""
+        """Find out whether every rank waits, or is gone, while nothing runs. A rank whose process
+        has ended has failed or was stopped: its launcher ends the others."""
         if self.verdict or not self.blocked or len(self.blocked) + len(self.gone) < self.world:
             return
         if any(op.begun - op.ended for op in self.queued.values() if op.rank not in self.gone):
             return
         if not self.gone:
             self.end("DEADLOCK", f"every rank waits, and nothing can run\n{self.state()}")
-        elif not self.is_stuck:
+        elif not self.is_stuck and LEFT in self.gone.values():
             self.is_stuck = True
             text = f"all ranks that are left wait for one that is gone\n{self.state()}"
             if "release" in self.rules:
@@ -315,7 +317,7 @@ class Referee:
         except Exception as error:
             job.end("REFEREE", f"it has failed: {error!r}")
             raise
-        job.leave(rank, "its process has ended without leaving its groups")
+        job.leave(rank, ENDED)
 
     def summary(self) -> str:
         """Return what the jobs have done, for a person."""
