@@ -114,7 +114,7 @@ class Child:
         body: Sequence[Any] = (),
         hear: Callable[[Any], object] | None = None,
     ) -> ChildCall:
-        """Send a request with the raw bytes of `body`. A child is told if a call is cancelled."""
+        """Send a request with the raw bytes of `body`. A cancelled call is aborted in the child."""
         if self.ended:
             raise ChildDiedError(self.ending)
         number = next(self.numbers)

@@ -28,7 +28,7 @@ BUDGETS = {
     "commands": 19,
     "words of docs": 58_255,
     "words of README": 466,
-    "lines of tests": 68_967,
+    "lines of tests": 71_230,
 }
 ROW = re.compile(r"^\| ([\d,]+) \| \S.{20,} \|$", re.MULTILINE)  # of the table in CHANGELOG.md
 
