@@ -27,6 +27,7 @@ def install() -> None:
     init, destroy = c10d.init_process_group, c10d.destroy_process_group
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        c10d._world.group_count = 0  # a world that a verdict kept from starting has left it at 1
         init("nccl_rules" if backend in ("gloo", None) else backend, *args, **kwargs)
 
     def new_process_group(size: int, rank: int, ranks: Any, *args: Any, **kwargs: Any) -> Any:

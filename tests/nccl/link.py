@@ -67,6 +67,8 @@ class Link:
         self.is_leaving = True
         self.tell("bye")
         self.has_left.wait()
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # which ends `_listen`, too
         self.socket.close()
 
     def _send(self, message: dict[str, Any]) -> None:

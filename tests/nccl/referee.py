@@ -301,23 +301,25 @@ class Referee:
 
     def _serve(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        lines = connection.makefile()
-        hello = json.loads(lines.readline())
-        rank = hello["rank"]
-        with self.lock:
-            made = Job(hello["world"], set(self.rules.split(",")), self._remark)
-            job = self.jobs.setdefault(hello["job"], made)
-        job.join(rank, connection)
-        try:
-            for line in lines:
-                message = json.loads(line)
-                job.receive(rank, message.pop("kind"), message)
-        except ConnectionError:
-            pass
-        except Exception as error:
-            job.end("REFEREE", f"it has failed: {error!r}")
-            raise
-        job.leave(rank, ENDED)
+        with connection, connection.makefile() as lines:
+            if not (line := lines.readline()):
+                return  # the process has ended before it knew the name of its job
+            hello = json.loads(line)
+            rank = hello["rank"]
+            with self.lock:
+                made = Job(hello["world"], set(self.rules.split(",")), self._remark)
+                job = self.jobs.setdefault(hello["job"], made)
+            job.join(rank, connection)
+            try:
+                for line in lines:
+                    message = json.loads(line)
+                    job.receive(rank, message.pop("kind"), message)
+            except ConnectionError:
+                pass
+            except Exception as error:
+                job.end("REFEREE", f"it has failed: {error!r}")
+                raise
+            job.leave(rank, ENDED)
 
     def summary(self) -> str:
         """Return what the jobs have done, for a person."""
