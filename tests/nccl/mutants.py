@@ -1,8 +1,12 @@
 """Mutants of the trainer: mistakes that a change could make, each of which breaks a rule of NCCL.
 Many of them pass with gloo, or hang."""
 
+import itertools
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -166,6 +170,34 @@ def gradients_without_wait(patch: Patch) -> None:
     patch.setattr(_ParamAndGradBucketGroup, "finish_grad_sync", finish_grad_sync)
 
 
+def _at_third_step(patch: Patch, rank: int, lose: Callable[[], None]) -> None:
+    """Lose one rank while the others are on their way to a collective."""
+    right, calls = MegatronWorker.optim_step, itertools.count(1)
+
+    def optim_step(self: MegatronWorker, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 3 and dist.get_rank() == rank:
+            lose()
+        return right(self, *args, **kwargs)
+
+    patch.setattr(MegatronWorker, "optim_step", optim_step)
+
+
+def _fail() -> None:
+    raise OSError("this machine has lost its disk")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# A rank that is lost breaks no rule: what do the others do?
+LOST = {
+    "first_fails": partial(_at_third_step, rank=0, lose=_fail),
+    "last_fails": partial(_at_third_step, rank=1, lose=_fail),
+    "last_dies": partial(_at_third_step, rank=1, lose=_die),
+}
+
+
 MUTANTS = {
     mutant.put_in.__name__: mutant
     for mutant in (
@@ -188,4 +220,5 @@ MUTANTS = {
 
 def put_in(name: str) -> None:
     """Break the trainer of this process for good."""
-    MUTANTS[name].put_in(Patch())
+    put_in_one = LOST[name] if name in LOST else MUTANTS[name].put_in
+    put_in_one(Patch())
