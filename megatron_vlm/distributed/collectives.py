@@ -17,7 +17,7 @@ from megatron_vlm.distributed.device import to_device
 Group = dist.ProcessGroup | None  # None: all ranks, from host to host
 HOST = torch.device("cpu")
 _HOST_GROUP = "HOST_GROUP"
-_NO_LIMIT = datetime.timedelta(days=30)
+_NO_LIMIT = datetime.timedelta(days=7)  # the milliseconds of 25 do not fit into an int
 
 
 def make_host_group() -> None:

@@ -250,8 +250,8 @@ class StageModel(GPTModel):
         targets: Targets | None = None,
         is_picked: bool = False,
     ) -> Tensor | HeadOutput:
-        """Apply the head at supervised positions only, because the others carry no loss. If they
-        `is_picked`, the hidden states are those of these positions, [N, 1, H]."""
+        """Apply the head at supervised positions only, because the others carry no loss. If
+        `is_picked`, only these positions have hidden states, [N, 1, H]."""
         text, tp_group = self.sizes.text, self.pg_collection.tp
         layer = OutputLayer(
             self.output_layer, self.head_weight, text.vocab, tp_group, text.logit_cap

@@ -245,7 +245,7 @@ def test_flash_attention_4_gets_our_arguments_and_its_results_are_used():
         found = results(attend_at_once)
     assert activated() == "flash"
     for one, other in zip(found, expected, strict=True):
-        assert (one - other).norm() <= 3e-6 * other.norm()  # measured: 3.6e-7
+        assert (one - other).norm() <= 3e-6 * other.norm()  # measured: 4.6e-7
     forward, tower_forward, *_ = calls
     assert len(calls) == 4
     for each in calls:  # forward and backward
