@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from gpu.step import Figures
-
-from megatron_vlm.family.flash_attention import GENERATIONS, activate, only_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PACKAGES = ("torch", "transformers", "megatron-core", "triton", "transformer-engine", "fla-core")
 ABSENT = "not installed"
@@ -104,16 +103,18 @@ def attention(figures: Figures) -> None:
         "decoder": Shape(4, 32, 8, 2048 // shrink, 128, True),
         "tower": Shape(1, 16, 16, 4096 // shrink, 72, False),
     }
-    kernels, dtype = ("flash", "efficient", "cudnn", *GENERATIONS), torch.bfloat16
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+    }
+    dtype = torch.bfloat16
     if figures.dry:
-        kernels, dtype = ("math", *GENERATIONS), torch.float
+        backends, dtype = {"math": SDPBackend.MATH}, torch.float
     for where, shape in shapes.items():
-        for name in kernels:
-            if lacking := activate(name):
-                figures.say(f"{where} {name}", f"not run: {lacking}")
-                continue
+        for name, backend in backends.items():
             try:
-                with only_kernel(name):
+                with sdpa_kernel(backend):
                     first, fastest = seconds(shape.attend(figures.platform, dtype), 5)
             except RuntimeError as error:
                 figures.say(f"{where} {name}", str(error).splitlines()[0])
@@ -121,4 +122,3 @@ def attention(figures: Figures) -> None:
             rate = shape.flops / fastest / 1e12
             values = {"first_ms": 1e3 * first, "ms": 1e3 * fastest, "tflops": rate}
             figures.say(f"{where} {name}", values)
-    activate("flash")

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_vlm import MegatronWorker
 from megatron_vlm.family import tower_attention
-from megatron_vlm.family.flash_attention import activate, activated, installed
 from megatron_vlm.family.tower_attention import PackedAttention
 from megatron_vlm.model.attention import SDPACoreAttention
 from megatron_vlm.model.fused_ops import FusedOps, Norm
@@ -68,26 +67,16 @@ def rounded(worker: MegatronWorker) -> AbstractContextManager[None]:
     return changed(linears, gradient_accumulation_fusion=False)
 
 
-@contextmanager
-def attention(worker: MegatronWorker, kernel: str) -> Iterator[None]:
-    """Use a kernel of attention in decoder and tower, as if model.attention had named it at the
-    build; `torch` is torch's own choice."""
-    modules, before = list(worker.chunks[0].modules()), activated()
+def attention(worker: MegatronWorker, kernel: str) -> AbstractContextManager[None]:
+    """Use a kernel of attention as if model.attention had named it at the build; `torch` is torch's
+    own choice."""
+    modules = worker.chunks[0].modules()
     layers = [module for module in modules if isinstance(module, SDPACoreAttention)]
-    blocks = [module for module in modules if isinstance(module, PackedAttention)]
-    activate(kernel)
-    try:
-        with (
-            changed(layers, kernels=dict.fromkeys((False, True), kernel)),
-            changed(blocks, kernel=kernel),
-        ):
-            yield
-    finally:
-        activate(before)
+    return changed(layers, kernels=dict.fromkeys((False, True), kernel))
 
 
 def image_by_image(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor, **_: Any
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
 ) -> Tensor:
     """Compute the tower's attention as transformers does: one call for each image or frame."""
     split = (x.split(list(lengths)) for x in (query, key, value))
@@ -98,7 +87,7 @@ def image_by_image(
 
 
 def run_by_run(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor, **_: Any
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
 ) -> Tensor:
     """Compute the tower's attention with one call for each run of images of equal size."""
     return tower_attention.attend_by_runs(query, key, value, lengths)
@@ -108,7 +97,7 @@ def variants(
     worker: MegatronWorker, dry: bool
 ) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     """Return the variants to measure: the default, then variants with one change each."""
-    kernels = ("torch", "math") if dry else ("torch", "flash", "efficient", "cudnn", *installed())
+    kernels = ("torch", "math") if dry else ("torch", "flash", "efficient", "cudnn")
     replaced = partial(mock.patch.object, tower_attention, "attend_in_frames")
     return {
         "default": nullcontext,
