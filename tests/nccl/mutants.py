@@ -220,5 +220,5 @@ MUTANTS = {
 
 def put_in(name: str) -> None:
     """Break the trainer of this process for good."""
-    put_in_one = LOST[name] if name in LOST else MUTANTS[name].put_in
-    put_in_one(Patch())
+    every = LOST | {mutant: MUTANTS[mutant].put_in for mutant in MUTANTS}
+    every[name](Patch())

@@ -2,14 +2,10 @@
 """Tests of whole runs in which one rank is lost and no launcher ends the others, as with
 `srun --kill-on-bad-exit=0`. gloo's collectives would fail. NCCL's wait, as they do here."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.run.test_train import command, outside_of_jobs
-from tests.support.pool import free_port
-from tests.support.random_runs import ROOT
+from tests.nccl.test_programs import run_judged
+from tests.run.test_train import command
 from tests.support.sets import write_set
 from tests.support.suites import full, slow
 
@@ -30,13 +26,7 @@ def test_the_others_end_with_what_is_known(mutant, lost, status, says, tiny, tmp
     write_set(tmp_path)
     minutes = "launch.timeout_minutes=" + ("0.3" if mutant == "last_dies" else "2")
     words = command(tmp_path, tiny(), "run", minutes, "train.steps=6")
-    job = f"WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
-    rank = f"{job} RANK=$rank LOCAL_RANK=$rank {' '.join(words)}"
-    ranks = f'for rank in 0 1; do ({rank}; echo "rank $rank ended with $?" >&2) & done; wait'
-    rules = [sys.executable, "-m", "tests.nccl", "--mutant", mutant, "--", "bash", "-c", ranks]
-    done = subprocess.run(
-        rules, cwd=ROOT, env=outside_of_jobs(), capture_output=True, text=True, check=False
-    )
+    done = run_judged(" ".join(words), "--mutant", mutant)
     assert done.returncode == 0, done.stderr  # the referee has no remark
     own = 137 if mutant == "last_dies" else 1
     assert f"rank {lost} ended with {own}" in done.stderr, done.stderr

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.nccl.install import install
 from tests.nccl.programs import PROGRAMS
 from tests.nccl.referee import Referee
+from tests.run.test_train import outside_of_jobs
 from tests.support.pool import free_port
 from tests.support.random_runs import ROOT
 from tests.support.suites import quick
@@ -41,17 +42,24 @@ def test_programs_are_judged(own_pool, name):
     assert program.finds in found and bool(program.finds) == bool(found), found
 
 
+def run_judged(rank: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    """Run a shell command as each of two ranks, without a launcher, and say how each ended."""
+    job = f"WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
+    rank = f'{job} RANK=$rank LOCAL_RANK=$rank {rank}; echo "rank $rank ended with $?" >&2'
+    ranks = f"for rank in 0 1; do ({rank}) & done; wait"
+    command = [sys.executable, "-m", "tests.nccl", *options, "--", "bash", "-c", ranks]
+    return subprocess.run(
+        command, cwd=ROOT, env=outside_of_jobs(), capture_output=True, text=True, check=False
+    )
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "status"), [("swapped", 3), ("objects", 0)])
 def test_status_of_a_command(name, status):
     """torch alone starts here, and finds the rules by PYTHONPATH."""
     body = "import torch.distributed as dist; dist.init_process_group('gloo'); "
     body += f"from tests.nccl.programs import PROGRAMS; PROGRAMS['{name}'].run(dist.get_rank())"
-    place = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
-    rank = f'{place} RANK=$rank {sys.executable} -c "{body}"'
-    ranks = f"for rank in 0 1; do {rank} & done; wait"
-    command = [sys.executable, "-m", "tests.nccl", "--", "bash", "-c", ranks]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_judged(f'{sys.executable} -c "{body}"')
     assert done.returncode == status, done.stderr
     assert ("[referee] MISMATCH: communicator 0" in done.stderr) == (status == 3), done.stderr
     assert "2 ranks with" in done.stderr
