@@ -34,7 +34,7 @@ BF16 = {
     "qwen3_5_moe": DELTA_NETS | {"experts": 4},
 }
 GEMMA4 = {"family": "gemma4", **FULL_ATTENTION}
-SERVER = Path(__file__).parents[2] / "megatron_vlm" / "engines" / "server"
+PACKAGE = Path(__file__).parents[2] / "megatron_vlm"
 TP2_PP2 = {"parallel.tp": 2, "parallel.pp": 2}
 # vLLM's own processor would make these pictures and videos smaller: here it takes 65536 pixels.
 LARGE = {"data.min_pixels": 80_000, "data.max_pixels": 120_000}
@@ -152,8 +152,9 @@ BROKEN = {
 
 def broken(folder: Path, file: str, there: str, instead: str) -> str:
     """Return a python whose engines have a changed server."""
-    server = folder / "server"
-    shutil.copytree(SERVER, server)
+    server = folder / "engines" / "server"
+    shutil.copytree(PACKAGE / "engines" / "server", server)
+    shutil.copytree(PACKAGE / "io", folder / "io")  # the server imports io/parent.py
     source = (server / file).read_text()
     assert there in source
     (server / file).write_text(source.replace(there, instead))
