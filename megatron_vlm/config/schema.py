@@ -98,8 +98,8 @@ class ParallelConfig:
     virtual_stages: Natural = 1  # model chunks on each stage of an interleaved pipeline
     layers_per_stage: Layers = None  # e.g. [0, 12, 12, 12]; auto: the fastest; null: even
     distributed_optimizer: bool = True  # shard the optimizer state over the DP ranks
-    overlap_grad_reduce: bool = False  # reduce gradients while the last backward pass still runs
-    overlap_param_gather: bool = False  # gather new weights while the next forward pass starts
+    overlap_grad_reduce: bool | None = None  # during the last backward pass; null: if DP > 1
+    overlap_param_gather: bool | None = None  # as the next forward pass starts; null: if DP > 1
 
 
 def _as_typed(settings: Any) -> str:

@@ -120,7 +120,7 @@ def _refusals(cfg: Config) -> Iterator[Refusal]:
     """Yield the values that cannot work."""
     if cfg.parallel.overlap_param_gather:
         for key in ("distributed_optimizer", "overlap_grad_reduce"):
-            if not getattr(cfg.parallel, key):
+            if getattr(cfg.parallel, key) is False:
                 reason = f"parallel.{key} is false, and {_GATHER[key]}"
                 remedy = f"set parallel.{key}=true, or parallel.overlap_param_gather=false"
                 yield "parallel.overlap_param_gather", True, reason, remedy

@@ -10,7 +10,7 @@ from megatron_vlm.config.base_types import BaseType, base_bytes
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
 from megatron_vlm.config.trainable import SWITCHES
-from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.dims import ParallelDims, overlaps
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.matrices import is_of_matrices, matrices_of
 from megatron_vlm.hf.weight_map import Entry, Origin, name_table
@@ -69,7 +69,7 @@ def count(layout: ModelLayout, stage: int) -> ParamCounts:
     cfg, dims = layout.cfg, layout.dims
     freeze = {f"freeze_{part}": getattr(cfg.model, f"freeze_{part}") for part in SWITCHES}
     parallel = ParallelConfig(
-        overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+        overlap_grad_reduce=overlaps(cfg.parallel, dims.dp)[0],
         distributed_optimizer=cfg.parallel.distributed_optimizer,
     )
     optim = OptimConfig(name=cfg.optim.name, muon=cfg.optim.muon)

@@ -9,7 +9,7 @@ from typing import Literal
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.searched_keys import searched_keys
-from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.dims import ParallelDims, overlaps
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.flops import ring, update
 from megatron_vlm.planner.hardware import Machine
@@ -266,8 +266,14 @@ def _with_time(
         for step in replicas
     ]
     pipeline = sum(stages.seconds for stages in slowest) / len(slowest)
-    stages = range(dims.pp)
-    after = max(_step_end_seconds(plan.layout, stage, cluster.machine) for stage in stages)
+    # Megatron cuts the gradients into buckets on the first stage alone: nothing else is hidden.
+    first = slowest[0]
+    hiding = [(float(first.backward_GS[-1, 0]), float(first.forward_GS[0, 0]))]
+    hiding += [(0.0, 0.0)] * (dims.pp - 1)
+    after = max(
+        _step_end_seconds(plan.layout, stage, cluster.machine, *pair)
+        for stage, pair in enumerate(hiding)
+    )
     rows = [row for step in steps for share in step for row in share]
     # If some replicas represent others, all have equally many tokens.
     planned = sum(share != [] for share in steps[0]) or 1
@@ -277,8 +283,15 @@ def _with_time(
     return replace(plan, stages=slowest[0], step_s=pipeline + after, tokens=tokens, bubble=bubble)
 
 
-def _step_end_seconds(layout: ModelLayout, stage: int, machine: Machine) -> float:
-    """Return the seconds after the last backward: gradients, optimizer, weights."""
+def _step_end_seconds(
+    layout: ModelLayout,
+    stage: int,
+    machine: Machine,
+    last_backward: float = 0.0,
+    first_forward: float = 0.0,
+) -> float:
+    """Return the seconds after the last backward: gradients, optimizer, weights. Of the replicas'
+    collectives only what the backward before and the forward after do not hide counts."""
     cfg, dims, itemsize = layout.cfg, layout.dims, layout.itemsize
     counts = count(layout, stage)
     optimizer, offloaded = optimizer_spec(cfg.optim), cfg.optim.offload
@@ -292,10 +305,15 @@ def _step_end_seconds(layout: ModelLayout, stage: int, machine: Machine) -> floa
     ranks_of_stage = dims.tp * dims.dp
     seconds += machine.exchange(_MUON_SENT * counts.muon_values, ranks_of_stage)
     link = machine.bandwidth_between(ranks_of_stage)
-    bytes_per_value = (_FP32 + itemsize) / 2 if cfg.parallel.distributed_optimizer else _FP32
     rest = counts.gradients - counts.of_experts
-    for ranks, values in ((dims.dp, rest), (dims.dp // dims.ep, counts.of_experts)):
-        seconds += ring(ranks) * bytes_per_value * values / link
+    sent = ring(dims.dp) * rest + ring(dims.dp // dims.ep) * counts.of_experts
+    # A ring scatters what it has reduced, and gathers it again: half of its bytes each way.
+    shards = cfg.parallel.distributed_optimizer
+    reduces, gathers = overlaps(cfg.parallel, dims.dp)
+    reduce_s = sent * _FP32 / (2 if shards else 1) / link
+    gather_s = sent * itemsize / 2 / link if shards else 0.0
+    seconds += max(0.0, reduce_s - reduces * last_backward)
+    seconds += max(0.0, gather_s - gathers * first_forward)
     if stage == 0 and cfg.model.share_images:
         tower_alone = replace(cfg, model=replace(cfg.model, freeze_language=True))
         _, tower, _ = counts_of_parts(replace(layout, cfg=tower_alone))

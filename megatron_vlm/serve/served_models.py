@@ -58,7 +58,13 @@ class ModelSettings:
         if self.rank:
             alpha = cfg.serve.lora_alpha if self.alpha is None else self.alpha
             lora = LoraConfig(self.rank, alpha, self.rslora, targets=self.targets)
-        return replace(cfg, lora=lora, train=replace(cfg.train, seed=self.seed))
+        # Models that share a pass cannot overlap its end, so only the user's own word does it.
+        parallel = replace(
+            cfg.parallel,
+            overlap_grad_reduce=bool(cfg.parallel.overlap_grad_reduce),
+            overlap_param_gather=bool(cfg.parallel.overlap_param_gather),
+        )
+        return replace(cfg, lora=lora, parallel=parallel, train=replace(cfg.train, seed=self.seed))
 
 
 class Models:

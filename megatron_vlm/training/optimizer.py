@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config, OptimConfig
 from megatron_vlm.distributed.collectives import all_gather_json
+from megatron_vlm.distributed.dims import overlaps
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry
@@ -38,22 +39,18 @@ def shards_optimizer(cfg: Config, grid: RankGroups) -> bool:
     return cfg.parallel.distributed_optimizer and grid.dp.size > 1
 
 
-def is_gather_overlapped(cfg: Config, grid: RankGroups) -> bool:
-    """Return whether new weights are gathered while other work runs."""
-    return cfg.parallel.overlap_param_gather and shards_optimizer(cfg, grid)
-
-
 def wrap_data_parallel(
     cfg: Config, chunks: Sequence[StageModel], grid: RankGroups
 ) -> list[DistributedDataParallel]:
     """Wrap the chunks in Megatron's DDP, with fp32 gradient buffers."""
+    reduces_early, gathers_late = overlaps(cfg.parallel, grid.dp.size)
     wrapped = [
         DistributedDataParallel(
             config=chunk.config,
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
-                overlap_param_gather=is_gather_overlapped(cfg, grid),
+                overlap_grad_reduce=reduces_early,
+                overlap_param_gather=gathers_late,
                 use_distributed_optimizer=shards_optimizer(cfg, grid),
             ),
             module=chunk,
@@ -62,9 +59,9 @@ def wrap_data_parallel(
     ]
     # Megatron's schedules find these hooks on the model's config, which all chunks share.
     config = chunks[0].config
-    reduces = [GradReduce(chunk) for chunk in wrapped if cfg.parallel.overlap_grad_reduce]
+    reduces = [GradReduce(chunk) for chunk in wrapped if reduces_early]
     config.finalize_model_grads_func = partial(finalize_grads, grid, reduces)
-    if cfg.parallel.overlap_grad_reduce:
+    if reduces_early:
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
@@ -124,7 +121,7 @@ def build_optimizer(
         bf16=model_config.bf16,
         params_dtype=model_config.params_dtype,
         use_distributed_optimizer=shards_optimizer(cfg, grid),
-        overlap_param_gather=is_gather_overlapped(cfg, grid),
+        overlap_param_gather=overlaps(cfg.parallel, grid.dp.size)[1],
     )
     overrides = {**get_standard_config_overrides(config), **_part_overrides(optim, parts)}
     with MainsWithoutMemory() if optim.offload else nullcontext(), _gathers_json():

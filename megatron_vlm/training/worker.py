@@ -26,6 +26,7 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.device import Platform, pick_platform
+from megatron_vlm.distributed.dims import overlaps
 from megatron_vlm.distributed.grid import leave_world
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import ConfigError
@@ -47,7 +48,6 @@ from megatron_vlm.training.generation_batch import Texts
 from megatron_vlm.training.losses import LossFunction, Objective, check_divisor, loss_of
 from megatron_vlm.training.optimizer import (
     build_optimizer,
-    is_gather_overlapped,
     wrap_data_parallel,
 )
 from megatron_vlm.training.pipeline import Stage
@@ -91,7 +91,7 @@ class MegatronWorker:
             entries = {param: entry for entry, param in self.held.items()}
             self.optimizer = build_optimizer(cfg, wrapped, entries, self.grid)
             self.gradients = Gradients(wrapped, self.optimizer)
-            if is_gather_overlapped(cfg, self.grid):
+            if overlaps(cfg.parallel, self.dims.dp)[1]:
                 self.gather = WeightGather(wrapped)
         pixels = PixelTables(str(self.source.path), self.platform.device)
         self.stage = Stage(self.chunks, wrapped, self.grid, pixels)

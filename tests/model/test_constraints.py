@@ -31,7 +31,7 @@ CONFIG_REFUSALS = {
         r"overlap_param_gather=true: .*; set parallel\.distributed_optimizer=true, or",
     ),
     "overlap_param_gather, one piece": (
-        dict(parallel=ParallelConfig(overlap_param_gather=True)),
+        dict(parallel=ParallelConfig(overlap_param_gather=True, overlap_grad_reduce=False)),
         r"overlap_param_gather=true: .*; set parallel\.overlap_grad_reduce=true, or",
     ),
     "all frozen": (

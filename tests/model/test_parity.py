@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Case, dict[str, object], str]] = {
     "1x1x1": case(),
     "tp2": case(tp=2),
     "pp2": case(pp=2),
-    "dp2": case(dp=2),
+    "dp2": case(dp=2, overlap_grad_reduce=False),
     "tp2-pp2": case(tp=2, pp=2),
     "tp2-dp2": case(tp=2, dp=2),
     "pp2-dp2": case(pp=2, dp=2),
@@ -93,7 +93,9 @@ CASES: dict[str, tuple[Case, dict[str, object], str]] = {
         "text_on_one_rank", pp=2, dp=2, virtual_stages=2, overlap_grad_reduce=True
     ),
     "pp4x2": case("mixed", {"layers": 9}, pp=4, virtual_stages=2),
-    "plain-optimizer": case(tp=2, dp=2, distributed_optimizer=False),
+    "plain-optimizer": case(
+        tp=2, dp=2, distributed_optimizer=False, overlap_grad_reduce=False
+    ),
     # The tower encodes a picture of several rows once.
     "pictures-of-several-rows": case("shared"),
     "pictures-of-several-rows-pp2": case("shared", pp=2),
