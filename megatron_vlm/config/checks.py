@@ -12,7 +12,7 @@ from megatron_vlm.config.evaluation_checks import check_evaluation, check_measur
 from megatron_vlm.config.objectives import check_objective, check_rewarded
 from megatron_vlm.config.optimizer_spec import check_muon
 from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get, leaves
-from megatron_vlm.config.searched_keys import check_auto, check_layers
+from megatron_vlm.config.searched_keys import check_layers
 from megatron_vlm.config.teachers import check_teacher
 from megatron_vlm.config.trainable import check_lora, learns
 from megatron_vlm.errors import ConfigError
@@ -42,7 +42,6 @@ def check_values(cfg: Config) -> None:
     check_rewarded(cfg.train.objective)
     check_bounds(cfg)
     check_lora(cfg)
-    check_auto(cfg)
     _check_lists(cfg)
     _check_sources(cfg.data)
     _check_switches(cfg)

@@ -30,7 +30,7 @@ from megatron_vlm.config.key_hints import (
     unknown_key_error,
 )
 from megatron_vlm.config.schema import MAPPINGS, Config, get, key_types, setting_types
-from megatron_vlm.config.searched_keys import without_given
+from megatron_vlm.config.searched_keys import SEARCHED, check_auto, without_given
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, gather_errors, show_choices, show_value
 from megatron_vlm.io.hub import beside_run
 from megatron_vlm.io.untrusted import UntrustedFile
@@ -136,7 +136,9 @@ def load_config(overrides: Sequence[str], file: ConfigFile | None = None) -> Con
             )
         with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
             cfg = _build_config(compose(name, overrides=composed))
-    return without_given(cfg, overrides, () if file is None else [*file.values])
+        cfg = without_given(cfg, overrides, () if file is None else [*file.values])
+        check_auto(cfg)
+    return cfg
 
 
 def to_yaml(cfg: Config) -> str:
@@ -156,7 +158,9 @@ def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None 
         changes = OmegaConf.from_dotlist([_plain_override(override) for override in overrides])
         schema = OmegaConf.structured(_schema_class())
         values = {} if file is None else file.values_by_group()
-        return _build_config(OmegaConf.merge(schema, OmegaConf.create(text), values, changes))
+        cfg = _build_config(OmegaConf.merge(schema, OmegaConf.create(text), values, changes))
+        check_auto(cfg)
+    return cfg
 
 
 def read_saved(
@@ -268,6 +272,8 @@ def _as_declared(key: str, kind: Any, value: Any) -> Any:
         return parse_sources(value, key)
     if key == "data.eval":
         return parse_sets(value)
+    if key == "parallel.auto" and value == "all":
+        return SEARCHED
     if key in MAPPINGS:
         return MAPPINGS[key](**value)
     if get_origin(kind) is dict:

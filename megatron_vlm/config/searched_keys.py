@@ -26,7 +26,7 @@ def searched_keys(cfg: Config) -> frozenset[str]:
 
 def without_given(cfg: Config, overrides: Sequence[str], in_file: Sequence[str]) -> Config:
     """Return the configuration in which the planner leaves the keys that the user gave. ~KEY takes
-    a key back."""
+    a key back. Chunks, which it does not search over, replace what a recipe leaves to it."""
     if not cfg.parallel.auto:
         return cfg
     given = set(in_file)
@@ -36,6 +36,8 @@ def without_given(cfg: Config, overrides: Sequence[str], in_file: Sequence[str])
     if "train.micro_batch_size" in given:
         given.add("train.micro_batch_tokens")  # The number of tokens would have priority.
     auto = tuple(key for key in cfg.parallel.auto if key not in given)
+    if cfg.parallel.virtual_stages > 1 and not given & {"parallel", "parallel.auto"}:
+        auto = ()
     if cfg.parallel.layers_per_stage == "auto":
         auto = tuple(dict.fromkeys((*auto, "parallel.layers_per_stage")))
     return replace(cfg, parallel=replace(cfg.parallel, auto=auto))
@@ -49,8 +51,7 @@ def check_auto(cfg: Config) -> None:
             raise ConfigError(
                 key="parallel.auto",
                 found=list(parallel.auto),
-                allowed=f"names of keys among {', '.join(SEARCHED)}",
-                remedy="choose the recipe parallel=auto, which has all of them",
+                allowed=f"all, or names of keys among {', '.join(SEARCHED)}",
             )
     if parallel.auto and parallel.virtual_stages > 1:
         raise ConfigError(
@@ -59,12 +60,12 @@ def check_auto(cfg: Config) -> None:
             found=parallel.virtual_stages,
             remedy="leave it out, or give parallel.tp and parallel.pp in place of parallel=auto",
         )
-    if parallel.auto and cfg.launch.backend == "ray":
+    if "parallel.tp" in parallel.auto and cfg.launch.backend == "ray":
         raise ConfigError(
             "places the ranks by parallel.tp before the layout is planned",
             key="launch.backend",
             found="ray",
-            remedy="take the keys that megatron-vlm plan prints, in place of parallel=auto",
+            remedy="give parallel.tp=N, such as the one that megatron-vlm plan prints",
         )
 
 

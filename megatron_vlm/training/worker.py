@@ -46,10 +46,7 @@ from megatron_vlm.training.expert_routing import check_routing
 from megatron_vlm.training.generate import ROWS, sample
 from megatron_vlm.training.generation_batch import Texts
 from megatron_vlm.training.losses import LossFunction, Objective, check_divisor, loss_of
-from megatron_vlm.training.optimizer import (
-    build_optimizer,
-    wrap_data_parallel,
-)
+from megatron_vlm.training.optimizer import build_optimizer, wrap_data_parallel
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.rank_model import RankModel, load_model
 from megatron_vlm.training.router_losses import RouterTerms

@@ -83,7 +83,7 @@ def test_a_recipe_recomputes_only_what_saves_memory():
 
 def test_a_recipe_sets_what_belongs_together_and_an_override_wins():
     cfg = load_config(["model=qwen3_vl_32b", "model.path=x", "parallel.tp=4"])
-    assert (cfg.parallel.tp, cfg.parallel.pp, cfg.train.precision) == (4, 2, "bf16")
+    assert (cfg.parallel.tp, cfg.optim.lr, cfg.train.precision) == (4, 5e-6, "bf16")
 
 
 @in_one_test(
@@ -128,7 +128,11 @@ def test_auto_leaves_to_the_planner_what_nobody_gave(tmp_path):
         load_config([*PLACEHOLDERS, "parallel.virtual_stages=2"])
     with raises(ConfigError, key="launch.backend", found="ray"):
         load_config([*PLACEHOLDERS, "launch=ray"])
-    with raises(ConfigError, key="parallel.auto", remedy_has="parallel=auto"):
+    given = load_config(["model=qwen3_vl_8b", "model.path=x", "parallel.virtual_stages=2"])
+    assert given.parallel.auto == ()  # of the model's recipe
+    placed = load_config([*PLACEHOLDERS, "launch=ray", "parallel.tp=2"])
+    assert placed.parallel.tp == 2 and "parallel.pp" in placed.parallel.auto
+    with raises(ConfigError, key="parallel.auto", allowed_has="all, or names"):
         load_config(["model.path=x", "parallel.auto=true"])
 
 

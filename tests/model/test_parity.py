@@ -93,9 +93,7 @@ CASES: dict[str, tuple[Case, dict[str, object], str]] = {
         "text_on_one_rank", pp=2, dp=2, virtual_stages=2, overlap_grad_reduce=True
     ),
     "pp4x2": case("mixed", {"layers": 9}, pp=4, virtual_stages=2),
-    "plain-optimizer": case(
-        tp=2, dp=2, distributed_optimizer=False, overlap_grad_reduce=False
-    ),
+    "plain-optimizer": case(tp=2, dp=2, distributed_optimizer=False, overlap_grad_reduce=False),
     # The tower encodes a picture of several rows once.
     "pictures-of-several-rows": case("shared"),
     "pictures-of-several-rows-pp2": case("shared", pp=2),

@@ -14,16 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vlm.cli import main
-from megatron_vlm.config import load_config
 from megatron_vlm.data.batches.balance import WorkModel
-from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.decoder_layers import Experts
 from megatron_vlm.family.gemma4.model import gemma4_sizes
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.model.constraints import check_config
-from megatron_vlm.planner.layout import ModelLayout
-from megatron_vlm.planner.memory import USABLE, estimate
-from megatron_vlm.planner.row_sizes import BatchSizes
 from tests.model.test_parity import layout
 from tests.planner.test_memory import EVERY, check_memory, lora
 from tests.support.gemma4 import MIXED, RowSpec, TinyGemma4, make_rows
@@ -148,27 +142,6 @@ CASES: dict[str, Any] = {
 def test_memory_is_that_of_the_built_worker(case, spec, specs, pool, tmp_path, request):
     path = TinyGemma4(**WIDE, **spec).write(tmp_path / "model")
     check_memory(path, case, make_rows(specs), "bf16" in request.node.name, pool)
-
-
-RECIPES = {"Gemma 4 31B": 16, "Gemma 4 26B-A4B": 16}  # GPUs of 80 GiB
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("lora", [[], ["lora=default"]], ids=["all", "lora"])
-def test_recipes_fit(name, lora, maker):
-    """A tenth of the memory is left free. The page has the estimate of the model with experts."""
-    sizes, recipe = maker.sizes_of_model(name), name.lower().replace("gemma 4 ", "gemma4_")
-    cfg = load_config([f"model={recipe.replace('-', '_')}", "model.path=x", *lora])
-    dims = ParallelDims.create(cfg.parallel, RECIPES[name], sizes.text.num_layers)
-    check_config(cfg, sizes, dims)
-    batches = [BatchSizes(2, 4096, 8192, 16384, 8192)] * 16
-    stages = estimate(ModelLayout(cfg, sizes, dims, 2), batches)
-    largest = max(stage.total for stage in stages) / GIB
-    assert largest < USABLE * 80
-    page = (ROOT / "docs" / "parallelism.md").read_text()
-    documented = re.findall(r"`model=gemma4_26b_a4b` .* (\d+) GiB on 16 GPUs", page)
-    if sizes.text.experts and not lora:
-        assert int(documented[0]) - 1 < largest <= int(documented[0])
 
 
 @pytest.mark.full

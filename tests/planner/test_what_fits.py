@@ -1,5 +1,6 @@
 # .venv/bin/python -m pytest tests/planner/test_what_fits.py
-"""docs/what-fits.md is what the planner says. Else: python scripts/make_what_fits.py"""
+"""docs/what-fits.md is what the planner says. Else: python scripts/make_what_fits.py. And each
+recipe of a model finds a layout on its GPUs."""
 
 import importlib
 from dataclasses import asdict
@@ -7,10 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.config import load_config
+from megatron_vlm.config.searched_keys import SEARCHED
 from megatron_vlm.family import read_sizes
+from megatron_vlm.model.constraints import check_config
+from megatron_vlm.planner.auto_layout import machine_of_gpu, with_candidate
+from megatron_vlm.planner.row_sizes import assumed_mix
+from megatron_vlm.planner.search import Cluster, search
+from tests.planner.test_qwen3_5 import LARGE
 from tests.support.random_runs import LONG, window
 
 ROOT = Path(__file__).parents[2]
+GPUS = {  # of 80 GiB, with which the recipe of each size is named
+    **{"0_8b": 1, "2b": 1, "4b": 2, "8b": 4, "9b": 4, "27b": 8, "31b": 16, "32b": 16},
+    **{"26b_a4b": 16, "30b_a3b": 16, "35b_a3b": 16},
+    **{"122b_a10b": 64, "235b_a22b": 128, "397b_a17b": 192},
+}
+RECIPES = sorted(path.stem for path in (ROOT / "configs" / "model").glob("*[0-9]_*b.yaml"))
 
 
 @pytest.fixture
@@ -52,3 +66,27 @@ def test_more_memory_never_fits_less(maker):
     assert len(lines) == len(list(maker.machine_lines()))
     fits = [[cell.strip() != "no" for cell in line.split("|")[2:6]] for line in lines]
     assert all(row == sorted(row) for row in fits) and not all(map(all, fits))
+
+
+def size_of(recipe: str) -> str:
+    """Return the end of a recipe's name, by which GPUS has its number."""
+    [size] = [size for size in sorted(GPUS, key=len)[::-1] if recipe.endswith(f"_{size}")][:1]
+    return size
+
+
+@pytest.mark.full
+@pytest.mark.rotate(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_recipe_of_a_model_finds_its_layout(recipe, maker, monkeypatch):
+    monkeypatch.setattr(maker, "QWEN3_5_WITH_EXPERTS", maker.QWEN3_5_WITH_EXPERTS | LARGE)
+    monkeypatch.setitem(maker.WITH_EXPERTS, "235B-A22B", (94, 4096, 1536, 64))
+    cfg, gpus = load_config([f"model={recipe}", "model.path=x"]), GPUS[size_of(recipe)]
+    assert cfg.parallel.auto == SEARCHED
+    larger = {f"qwen3_5_{name[8:].lower().replace('-', '_')}": name for name in LARGE}
+    names = maker.RECIPES | larger | {"qwen3_vl_235b_a22b": "235B-A22B"}
+    sizes = maker.sizes_of_model(names[recipe])
+    cluster = Cluster(gpus, 80 * 2**30, machine_of_gpu())
+    [best, *_] = search(cfg, sizes, assumed_mix(sizes, cfg.data.max_tokens), cluster).fitting
+    planned = with_candidate(cfg, best)
+    assert planned.parallel.auto == () and best.dims.world_size == gpus
+    check_config(planned, sizes, best.dims)
