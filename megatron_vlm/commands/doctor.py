@@ -16,7 +16,7 @@ import time
 import tomllib
 import warnings
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,6 +164,10 @@ EXTRAS = {
 }
 # An extra that pip does not install alone.
 _OWN_STEPS = {"te": "install it as docs/install.md describes"}
+_OF_RANKS = re.compile("(TORCH_)?NCCL_|GLOO_|TORCH_DISTRIBUTED_|CUDA_(LAUNCH|DEVICE_MAX)_")
+_SLOW = re.compile(  # see docs/clusters.md
+    "NCCL_((P2P|SHM|IB)_DISABLE=1|ALGO=|PROTO=)|.*(BLOCKING(_WAIT)?=1|HANDLING=0|DEBUG=DETAIL)"
+)
 _GIB = 2**30
 _LITTLE_SHM = 1 * _GIB
 _LITTLE_DISK = 20 * _GIB
@@ -244,6 +248,7 @@ def all_checks() -> Iterator[Check]:
         if len(gpus) > 1:
             yield nccl_check(len(gpus), *try_group("nccl", len(gpus)))
         yield gloo_check(*try_group())
+        yield variables_check(os.environ)
         compilers = map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))
         yield compiler_check(next(filter(None, compilers), None), bool(gpus))
     else:
@@ -338,6 +343,14 @@ def gloo_check(works: bool, found: str) -> Check:
         "GLOO_SOCKET_IFNAME names another interface"
     )
     return _check("gloo", works, found, advice, MISSING)
+
+
+def variables_check(variables: Mapping[str, str]) -> Check:
+    """Show the variables that change how ranks communicate, and warn about slow values."""
+    found = [f"{name}={variables[name]}" for name in sorted(variables) if _OF_RANKS.match(name)]
+    slow = " ".join(each for each in found if _SLOW.match(each))
+    advice = f"{slow}: only to find a fault, as it slows runs or hides errors"
+    return _check("variables of ranks", not slow, " ".join(found) or "none", advice)
 
 
 def compiler_check(path: str | None, has_gpu: bool) -> Check:

@@ -79,9 +79,8 @@ def all_gather_bytes(
 
 def all_gather_json(value: Any, group: Group = None, device: torch.device = HOST) -> list[Any]:
     """Return the JSON value of each rank of the group, in their order, on all of them."""
-    return [
-        json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), group, device)
-    ]
+    texts = all_gather_bytes(json.dumps(value).encode(), group, device)
+    return [json.loads(text) for text in texts]
 
 
 def gather_json(value: Any) -> list[Any]:
@@ -89,8 +88,7 @@ def gather_json(value: Any) -> list[Any]:
     sizes, padded = _gather_sizes(json.dumps(value).encode(), host_group(), HOST)
     buffers = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
     dist.gather(padded, buffers, dst=0, group=host_group())
-    pairs = zip(buffers or [], sizes, strict=False)
-    return [json.loads(_unpack_bytes(data[:size])) for data, size in pairs]
+    return [json.loads(_unpack_bytes(d[:n])) for d, n in zip(buffers or [], sizes, strict=False)]
 
 
 def send_json(value: Any, to: int, group: Group, device: torch.device) -> None:

@@ -215,13 +215,13 @@ class Watchdog:
         reached = self.phases, self.signs_of_life
         state = [beat, reached, self.step, self.phase, self.clock - self.since]
         board.write(f"watchdog/{self.rank}", json.dumps(state))
-        self.signs = [self._read(board, rank) for rank in range(world)]
+        texts = board.read_all([f"watchdog/{rank}" for rank in range(world)])
+        self.signs = [self._status_of(*each) for each in enumerate(texts)]
         if self.failure is None and (text := board.read(_FAILURE)) is not None:
             self.failure = "rank {} has failed: {}".format(*json.loads(text)), self.clock
         self.answered = self.clock
 
-    def _read(self, board: "SignedStore", rank: int) -> RankStatus:
-        text = board.read(f"watchdog/{rank}")
+    def _status_of(self, rank: int, text: str | None) -> RankStatus:
         state = _NOTHING if text is None else json.loads(text)
         # A state must be newer: somebody may have restored an earlier one of this rank.
         if rank not in self.seen or state[0] > self.seen[rank][0][0]:

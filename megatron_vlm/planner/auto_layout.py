@@ -89,7 +89,8 @@ def decide(
     if cluster is None and platform.is_cuda:
         memory = platform.memory_total()
     dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
-    even, layout = even_split(dims.pp, dims.num_layers), ModelLayout(cfg, sizes, dims, itemsize)
+    even = even_split(dims.pp, dims.num_layers)
+    layout = ModelLayout(cfg, sizes, dims, itemsize, machine != CPU)
     steps = mix.steps(cfg.train, sizes, dims.dp)
     limit = None if memory is None else USABLE * memory
     max_layers = most_layers(layout, heaviest_micro_batches(steps), limit)

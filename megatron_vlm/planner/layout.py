@@ -30,6 +30,7 @@ class ModelLayout:
     sizes: ModelSizes
     dims: ParallelDims
     itemsize: int  # bytes of a weight
+    on_gpus: bool = False  # ranks communicate by NCCL
 
     def with_layers(self, split: Split) -> "ModelLayout":
         """Return the layout with this many layers on each stage."""

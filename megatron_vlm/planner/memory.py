@@ -178,11 +178,12 @@ class StageMemory:
     activations: int  # kept for the backward of all micro-batches in flight
     working: int = 0  # temporary within one micro-batch
     host: int = 0  # in the memory of the host instead
+    nccl: int = 0  # in the buffers of communicators
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return self.fixed + self.activations + self.working
+        return self.fixed + self.activations + self.working + self.nccl
 
     @property
     def fixed(self) -> int:
@@ -216,7 +217,25 @@ def stage_memory(layout: ModelLayout, stage: int, batches: Sequence[BatchSizes])
         _peak(kept_by_chunk, in_flight),
         max(working, default=0) + _decoded_bytes(layout),
         host + _peak(host_by_chunk, in_flight),
+        communicators(layout, stage) * _COMMUNICATOR if layout.on_gpus else 0,
     )
+
+
+# Assumed: 544 to 688 MB on A100s with NVLink (NVIDIA/nccl issue 964), and 3.5 times less since NCCL
+# 2.22, which connects only what is used.
+_COMMUNICATOR = 200 * 2**20
+
+
+def communicators(layout: ModelLayout, stage: int) -> int:
+    """Return how many communicators carry operations of a rank of this stage while it trains."""
+    dims, cfg, is_last = layout.dims, layout.cfg, stage == layout.dims.pp - 1
+    is_sharded = cfg.parallel.distributed_optimizer and dims.dp > 1
+    norm = dims.world_size if is_sharded or dims.ep > 1 else dims.tp * dims.pp
+    muon = dims.tp * dims.dp if optimizer_spec(cfg.optim).matrix_state_names else 1
+    experts = dims.dp // dims.ep if dims.ep > 1 else 1
+    losses, embedding = dims.dp**is_last, dims.pp ** (layout.sizes.tied and (is_last or not stage))
+    sizes = (dims.tp, dims.dp, losses, norm, dims.pp, dims.pp, embedding, dims.ep, experts, muon)
+    return sum(size > 1 for size in sizes)
 
 
 def _optimizer_memory(layout: ModelLayout, counts: ParamCounts) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from megatron_vlm.config.searched_keys import searched_keys
 from megatron_vlm.distributed.dims import ParallelDims, overlaps
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.flops import ring, update
-from megatron_vlm.planner.hardware import Machine
+from megatron_vlm.planner.hardware import CPU, Machine
 from megatron_vlm.planner.layer_split import (
     Replicas,
     choose_layer_split,
@@ -134,7 +134,7 @@ def search(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> 
     for dims, tokens in _options(cfg, sizes, mix, cluster):
         trial = replace(cfg, train=replace(cfg.train, micro_batch_tokens=tokens))
         steps = mix.steps(trial.train, sizes, dims.dp)
-        for candidate in _modes(_layout(trial, sizes, dims), steps, cluster):
+        for candidate in _modes(_layout(trial, sizes, dims, cluster), steps, cluster):
             if candidate.stages is not None:
                 fitting.append(candidate)
             elif leanest is None or candidate.need < leanest.need:
@@ -191,8 +191,8 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _layout(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> ModelLayout:
-    return ModelLayout(cfg, sizes, dims, ITEMSIZE[cfg.train.precision])
+def _layout(cfg: Config, sizes: ModelSizes, dims: ParallelDims, cluster: Cluster) -> ModelLayout:
+    return ModelLayout(cfg, sizes, dims, ITEMSIZE[cfg.train.precision], cluster.machine != CPU)
 
 
 def _modes(layout: ModelLayout, steps: Sequence[Step], cluster: Cluster) -> Iterator[RunPlan]:
@@ -250,7 +250,7 @@ def evaluate(
     cfg: Config, sizes: ModelSizes, dims: ParallelDims, mix: RowSample, cluster: Cluster
 ) -> RunPlan:
     """Return the cost of this layout, whether it fits or not."""
-    layout, steps = _layout(cfg, sizes, dims), mix.steps(cfg.train, sizes, dims.dp)
+    layout, steps = _layout(cfg, sizes, dims, cluster), mix.steps(cfg.train, sizes, dims.dp)
     plan = RunPlan.of(layout, heaviest_micro_batches(steps))
     return _with_time(plan, replicas_of(layout, steps, cluster.machine), steps, cluster)
 

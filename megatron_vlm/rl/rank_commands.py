@@ -11,7 +11,7 @@ from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.distributed.agreement import Signals
-from megatron_vlm.distributed.collectives import all_gather_json
+from megatron_vlm.distributed.collectives import gather_json
 from megatron_vlm.distributed.error_json import error_from_json, error_to_json
 from megatron_vlm.distributed.rank0 import SIGNAL_POLL_S, CommandChannel
 from megatron_vlm.engines.own import AskedPrompt
@@ -90,7 +90,7 @@ class RankCommands:
     def _draw(
         self, batch: TensorBatch, settings: dict[str, Any], n: int, seeds: Sequence[int]
     ) -> Completions:
-        """Draw the answers, each replica for its own prompts. This is a collective."""
+        """Return the answers on rank 0. Each replica draws those to its prompts. A collective."""
         grid, dims, rows = self.worker.grid, self.worker.dims, rows_of(batch)
         local_places = range(grid.dp.rank, len(rows), grid.dp.size)
         completions = self.worker.sample(
@@ -103,7 +103,8 @@ class RankCommands:
         local_completions = (
             [[each.as_json() for each in answers] for answers in completions] if grid.leads else []
         )
-        by_rank = all_gather_json(local_completions)
+        if not (by_rank := gather_json(local_completions)):
+            return []
         by_replica = [by_rank[dims.leader_of(replica)] for replica in range(grid.dp.size)]
         return [
             [

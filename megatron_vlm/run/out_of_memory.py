@@ -33,11 +33,13 @@ def describe_out_of_memory(worker: MegatronWorker) -> TrainError:
     """Return the error of a rank whose memory has run out."""
     stage, batches = worker.grid.pp.rank, worker.stage.batch_sizes
     itemsize = worker.chunks[0].config.params_dtype.itemsize
-    plan = RunPlan.of(ModelLayout(worker.cfg, worker.source.sizes, worker.dims, itemsize), batches)
+    of = worker.cfg, worker.source.sizes, worker.dims, itemsize, worker.platform.is_cuda
+    plan = RunPlan.of(ModelLayout(*of), batches)
     parts = plan.memory[stage]
     planned = ", ".join(
         f"{name} {size_text(getattr(parts, name))}"
-        for name in ("weights", "gradients", "optimizer", "activations", "working")
+        for name in ("weights", "gradients", "optimizer", "activations", "working", "nccl")
+        if getattr(parts, name)
     )
     platform, watchdog = worker.platform, worker.watchdog
     used = ", ".join(f"{size_text(size)} {name}" for name, size in platform.memory_figures())

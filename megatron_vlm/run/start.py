@@ -83,8 +83,8 @@ def describe_start(
     data = feeder.data
     assert data is not None, "rank 0 loads data"
     itemsize = worker.chunks[0].config.params_dtype.itemsize
-    layout = ModelLayout(worker.cfg, worker.source.sizes, worker.dims, itemsize)
-    plan = plan_run(layout, data, prompts_only)
+    of = worker.cfg, worker.source.sizes, worker.dims, itemsize, worker.platform.is_cuda
+    plan = plan_run(ModelLayout(*of), data, prompts_only)
     sets, memory = [(each.name, each.samples) for each in held_out], device_memory(worker.platform)
     facts = RunFacts(plan, length, data, feeder.remarks, sets, stages, memory, prompts_only)
     return run_overview(facts)

@@ -36,6 +36,7 @@ from megatron_vlm.commands.doctor import (
     shm_check,
     torchvision_check,
     try_group,
+    variables_check,
 )
 from megatron_vlm.distributed.device import Gpu, find_gpus
 from tests.support.tables import in_one_test
@@ -241,6 +242,12 @@ def test_two_processes_that_cannot_talk(program, problem, monkeypatch):
 
 GLOO, UNLIMITED = "all-reduce, ring, pair, split in 0.1 s", resource.RLIM_INFINITY
 # The check of a fact, its status, what was found, and words of the advice.
+FOR_FAULTS = {
+    **{"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
+    **{"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL", "CUDA_LAUNCH_BLOCKING": "1"},
+    **{"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"},
+    **{"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+}
 FACTS = [
     (python_check("3.11.7", SpecifierSet(">=3.11")), OK, "3.11.7", None),
     (python_check("3.14.0", SpecifierSet(">=3.11")), OK, "3.14.0", None),
@@ -254,6 +261,20 @@ FACTS = [
     (gloo_check(True, GLOO), OK, GLOO, None),
     (gloo_check(False, "timed out"), MISSING, "timed out", "ip link show lo"),
     (nccl_check(8, False, "ring: 1 came out as 0"), MISSING, "ring: 1 came out as 0", "NCCL_DEBUG"),
+    (variables_check({"HOME": "/", "RANK": "0"}), OK, "none", None),
+    (
+        variables_check({"NCCL_SOCKET_IFNAME": "eth0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        *(OK, "CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_SOCKET_IFNAME=eth0", None),
+    ),
+    *(
+        (
+            variables_check({name: value}),
+            WARNING,
+            f"{name}={value}",
+            f"{name}={value}: only to find",
+        )
+        for name, value in FOR_FAULTS.items()
+    ),
     (compiler_check("/usr/bin/cc", True), OK, "/usr/bin/cc", None),
     (compiler_check(None, False), OK, "none, and training on the CPU needs none", None),
     (compiler_check(None, True), MISSING, "none", "apt-get install gcc"),

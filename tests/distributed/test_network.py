@@ -133,6 +133,32 @@ def test_only_what_a_rank_wrote_to_this_key_is_read(monkeypatch):
     ):
         signed.store.set("key", forged)
         assert signed.read("key") is None
+        assert signed.read_all(["key", "other"]) == [None, "text \N{SNOWMAN}"]
+    assert signed.read_all(["other", "absent"]) == ["text \N{SNOWMAN}", None]
+
+
+class CountedStore:
+    """A store that counts its requests."""
+
+    def __init__(self, store: dist.Store):
+        self.store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+def test_an_exchange_asks_the_store_as_often_for_a_thousand_ranks_as_for_two():
+    counts = []
+    for world in (2, 1000):
+        store = CountedStore(dist.HashStore())
+        for rank in range(world):
+            Watchdog(rank, None).exchange(SignedStore(store.store), rank + 1, 1)
+        watchdog = Watchdog(0, None)
+        watchdog.exchange(SignedStore(store), world, 1)
+        assert [sign.rank for sign in watchdog.signs] == list(range(world))
+        counts.append(store.requests)
+    assert counts[0] == counts[1] == 4  # it writes its own, and asks for all and for a failure
 
 
 def shared_error() -> DataError:
@@ -146,7 +172,7 @@ def test_an_old_message_put_back_is_not_news(monkeypatch):
     watchdog, signed = Watchdog(0, None), board("one", monkeypatch)
     for beat, step in ((5, 7), (4, 1), (6, 8)):
         signed.write("watchdog/1", json.dumps([beat, [1, 0], step, "step", 0.0]))
-        assert watchdog._read(signed, 1).step == max(step, 7)
+        assert watchdog._status_of(1, signed.read("watchdog/1")).step == max(step, 7)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,19 @@
 # .venv/bin/python -m pytest tests/nccl/test_mutants.py
 """Tests of the trainer under the rules of NCCL: each mutant is named, and the trainer as it is
-breaks no rule."""
+breaks no rule, and opens as many communicators as the plan counts."""
 
 import math
 import os
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family import read_sizes
+from megatron_vlm.planner.layout import ModelLayout
+from megatron_vlm.planner.memory import communicators
 from megatron_vlm.training import optimizer
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
@@ -32,6 +38,10 @@ LAYOUTS = {
     "pp4": layout(pp=4),
     "ep2": layout(dp=2, ep=2),
     "ep2-pp2": layout(dp=2, ep=2, pp=2),
+    "dp2-plain": layout(dp=2, distributed_optimizer=False),
+    "tp2-dp2-muon": replace(layout(tp=2, dp=2), optim={"name": "muon"}),
+    "pp2-tied": layout(pp=2),
+    "ep2-dp4": layout(dp=4, ep=2),
 }
 SMALL_BUCKETS = 30_000  # values; a real model has many buckets
 
@@ -55,15 +65,26 @@ def work(path: str, case: Case, variables: dict[str, str], mutant: str) -> None:
 
 
 def findings(pool: Pool, tiny, name: str, mutant: str = "", rules: str = "") -> str:
-    """Return what the referee and the ranks say about a job."""
+    """Return what the referee and the ranks say about a job, and where the plan is wrong."""
     case, error = LAYOUTS[name], ""
-    sizes = EXPERTS if "ep2" in name else {}
+    path = tiny(**EXPERTS if "ep2" in name else {"tied": "tied" in name})
     referee = Referee(f"release,{rules}")
     try:
-        pool.run(work, case.world, tiny(**sizes), case, referee.environment(), mutant)
+        pool.run(work, case.world, path, case, referee.environment(), mutant)
+        [job] = referee.jobs.values()
+        used = Counter(rank for comm in +job.operations for rank in job.members[comm])
+        if used != (planned := planned_communicators(path, case)):
+            error = f"communicators of each rank: {dict(used)}, and planned {planned}"
     except RuntimeError as failure:
         error = str(failure)
     return "\n".join([*referee.take_remarks(), error])
+
+
+def planned_communicators(path: str, case: Case) -> dict[int, int]:
+    cfg, sizes = case.config(path), read_sizes(path)
+    dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.num_layers)
+    planned = ModelLayout(cfg, sizes, dims, itemsize=4)
+    return {rank: communicators(planned, dims.stage_of(rank)) for rank in range(case.world)}
 
 
 @pytest.mark.parametrize("rules", ["", full("lazy,one-queue")])

@@ -158,8 +158,8 @@ class PlannedModel:
     @property
     def layout(self) -> ModelLayout:
         """The layout for the planner."""
-        itemsize = compute_dtype(self.cfg, self.target.platform).itemsize
-        return ModelLayout(self.cfg, self.source.sizes, self.dims, itemsize)
+        platform, of = self.target.platform, (self.cfg, self.source.sizes, self.dims)
+        return ModelLayout(*of, compute_dtype(self.cfg, platform).itemsize, platform.is_cuda)
 
 
 def dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) -> int:
@@ -267,8 +267,7 @@ def memory_table(plan: RunPlan) -> Table:
     """Return a table with one line per stage."""
     table = plain_table()
     columns = ["weights", "gradients", "optimizer", "activations", "working", "total"]
-    if any(parts.host for parts in plan.memory):  # in the memory of the host
-        columns.append("host")
+    columns += [c for c in ("nccl", "host") if any(getattr(parts, c) for parts in plan.memory)]
     for column in ("stage", *columns):
         table.add_column(column, justify="right")
     for stage, parts in enumerate(plan.memory):

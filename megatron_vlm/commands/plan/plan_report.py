@@ -15,7 +15,7 @@ from megatron_vlm.report import sections
 
 _DEGREES = ("tp", "pp", "ep", "dp")
 _LAYOUT = ("layers", "micro-batch", "recompute", "GiB", "bubble")
-_PARTS = ("weights", "gradients", "optimizer", "activations", "working", "total", "host")
+_PARTS = ("weights", "gradients", "optimizer", "activations", "working", "nccl", "total", "host")
 _SWITCHES = {
     "optim.states": "states",
     "optim.offload": "optim. on host",
