@@ -4,6 +4,7 @@ Many of them pass with gloo, or hang."""
 import itertools
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch import Tensor
 
 from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.training import optimizer, optimizer_step
 from megatron_vlm.training.comm_overlap import GradReduce, WeightGather
 from megatron_vlm.training.pipeline import KnownShapeP2P, Stage
@@ -190,11 +192,29 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def last_hangs(patch: Patch) -> None:
+    """Let one rank wait for nothing, after the gradients of the third step."""
+    begin = Watchdog.begin_phase
+
+    def begin_phase(self: Watchdog, step: int, phase: str, files: bool = False) -> None:
+        if (self.rank, step, phase) == (1, 3, "optimizer"):
+            threading.Event().wait()
+        begin(self, step, phase, files)
+
+    patch.setattr(Watchdog, "begin_phase", begin_phase)
+
+
 # A rank that is lost breaks no rule: what do the others do?
 LOST = {
     "first_fails": partial(_at_third_step, rank=0, lose=_fail),
     "last_fails": partial(_at_third_step, rank=1, lose=_fail),
     "last_dies": partial(_at_third_step, rank=1, lose=_die),
+    "last_stops": partial(_at_third_step, rank=1, lose=_stop),
+    "last_hangs": last_hangs,
 }
 
 

@@ -15,21 +15,25 @@ FAILURE = "OSError: this machine has lost its disk"
 
 
 @pytest.mark.parametrize(
-    ("mutant", "lost", "status", "says"),
+    ("mutant", "own", "lost", "status", "says"),
     [
-        full("last_fails", 1, 1, f"rank 0: rank 1 has failed: {FAILURE}; this rank was at step 3:"),
-        slow("first_fails", 0, 1, f"rank 1: rank 0 has failed: {FAILURE}; this rank was at step"),
-        slow("last_dies", 1, 70, "rank 0: rank 1 has not been heard from for"),
+        full("last_fails", 1, 1, 1, f"rank 0: rank 1 has failed: {FAILURE}; this rank was at step"),
+        slow("first_fails", 1, 0, 1, f"rank 1: rank 0 has failed: {FAILURE}; this rank was at"),
+        slow("last_dies", 137, 1, 70, "rank 0: rank 1 has not been heard from for"),
+        slow("last_stops", 137, 1, 70, "rank 0: rank 1 has not been heard from for"),
+        slow("last_hangs", 70, 1, 70, "it was at step 3: forward and backward. Stopping;"),
     ],
 )
-def test_the_others_end_with_what_is_known(mutant, lost, status, says, tiny, tmp_path):
+def test_the_others_end_with_what_is_known(mutant, own, lost, status, says, tiny, tmp_path):
     write_set(tmp_path)
-    minutes = "launch.timeout_minutes=" + ("0.3" if mutant == "last_dies" else "2")
+    minutes = "launch.timeout_minutes=" + ("2" if own == 1 else "0.3")
     words = command(tmp_path, tiny(), "run", minutes, "train.steps=6")
     done = run_judged(" ".join(words), "--mutant", mutant)
     assert done.returncode == 0, done.stderr  # the referee has no remark
-    own = 137 if mutant == "last_dies" else 1
     assert f"rank {lost} ended with {own}" in done.stderr, done.stderr
     assert f"rank {1 - lost} ended with {status}" in done.stderr, done.stderr
     assert says in done.stderr, done.stderr
     assert ("Traceback" in done.stderr) == (own == 1), done.stderr
+    if mutant == "last_hangs":
+        assert "rank 1 has been stuck for" in done.stderr, done.stderr
+        assert "in begin_phase" in (tmp_path / "run/stacks/rank1.txt").read_text()
