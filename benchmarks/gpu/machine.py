@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from gpu.step import Figures
-from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_vlm.family.flash_attention import GENERATIONS, activate, only_kernel
 
 PACKAGES = ("torch", "transformers", "megatron-core", "triton", "transformer-engine", "fla-core")
 ABSENT = "not installed"
@@ -103,18 +104,16 @@ def attention(figures: Figures) -> None:
         "decoder": Shape(4, 32, 8, 2048 // shrink, 128, True),
         "tower": Shape(1, 16, 16, 4096 // shrink, 72, False),
     }
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-    }
-    dtype = torch.bfloat16
+    kernels, dtype = ("flash", "efficient", "cudnn", *GENERATIONS), torch.bfloat16
     if figures.dry:
-        backends, dtype = {"math": SDPBackend.MATH}, torch.float
+        kernels, dtype = ("math", *GENERATIONS), torch.float
     for where, shape in shapes.items():
-        for name, backend in backends.items():
+        for name in kernels:
+            if lacking := activate(name):
+                figures.say(f"{where} {name}", f"not run: {lacking}")
+                continue
             try:
-                with sdpa_kernel(backend):
+                with only_kernel(name):
                     first, fastest = seconds(shape.attend(figures.platform, dtype), 5)
             except RuntimeError as error:
                 figures.say(f"{where} {name}", str(error).splitlines()[0])
@@ -122,3 +121,4 @@ def attention(figures: Figures) -> None:
             rate = shape.flops / fastest / 1e12
             values = {"first_ms": 1e3 * first, "ms": 1e3 * fastest, "tflops": rate}
             figures.say(f"{where} {name}", values)
+    activate("flash")

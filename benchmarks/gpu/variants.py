@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_vlm import MegatronWorker
 from megatron_vlm.family import tower_attention
+from megatron_vlm.family.flash_attention import activate, activated, installed
 from megatron_vlm.family.tower_attention import PackedAttention
 from megatron_vlm.model.attention import SDPACoreAttention
 from megatron_vlm.model.fused_ops import FusedOps, Norm
@@ -67,16 +68,26 @@ def rounded(worker: MegatronWorker) -> AbstractContextManager[None]:
     return changed(linears, gradient_accumulation_fusion=False)
 
 
-def attention(worker: MegatronWorker, kernel: str) -> AbstractContextManager[None]:
-    """Use a kernel of attention as if model.attention had named it at the build; `torch` is torch's
-    own choice."""
-    modules = worker.chunks[0].modules()
+@contextmanager
+def attention(worker: MegatronWorker, kernel: str) -> Iterator[None]:
+    """Use a kernel of attention in decoder and tower, as if model.attention had named it at the
+    build; `torch` is torch's own choice."""
+    modules, before = list(worker.chunks[0].modules()), activated()
     layers = [module for module in modules if isinstance(module, SDPACoreAttention)]
-    return changed(layers, kernels=dict.fromkeys((False, True), kernel))
+    blocks = [module for module in modules if isinstance(module, PackedAttention)]
+    activate(kernel)
+    try:
+        with (
+            changed(layers, kernels=dict.fromkeys((False, True), kernel)),
+            changed(blocks, kernel=kernel),
+        ):
+            yield
+    finally:
+        activate(before)
 
 
 def image_by_image(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor, **_: Any
 ) -> Tensor:
     """Compute the tower's attention as transformers does: one call for each image or frame."""
     split = (x.split(list(lengths)) for x in (query, key, value))
@@ -87,7 +98,7 @@ def image_by_image(
 
 
 def run_by_run(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor, **_: Any
 ) -> Tensor:
     """Compute the tower's attention with one call for each run of images of equal size."""
     return tower_attention.attend_by_runs(query, key, value, lengths)
@@ -97,7 +108,7 @@ def variants(
     worker: MegatronWorker, dry: bool
 ) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     """Return the variants to measure: the default, then variants with one change each."""
-    kernels = ("torch", "math") if dry else ("torch", "flash", "efficient", "cudnn")
+    kernels = ("torch", "math") if dry else ("torch", "flash", "efficient", "cudnn", *installed())
     replaced = partial(mock.patch.object, tower_attention, "attend_in_frames")
     return {
         "default": nullcontext,

@@ -40,7 +40,7 @@ OWN = "own"
 Role = Literal["system", "user", "assistant", "tool"]
 Interval = Count | str | None
 Layers = list[Count] | Literal["auto"] | None
-AttentionKernel = Literal["auto", "flash", "efficient", "cudnn", "math"]
+AttentionKernel = Literal["auto", "torch", "flash", "fa3", "fa4", "cudnn", "efficient", "math"]
 Export = bool | Literal["adapter", "merged", "both"]
 PolicyLoss = Literal["ppo", "importance_sampling", "gspo", "cispo"]
 Advantage = Literal["grpo", "rloo", "dr_grpo", "none"]
@@ -59,7 +59,7 @@ class ModelConfig:
     path: str = MISSING  # Qwen3-VL, Qwen3.5 or Gemma 4: a folder, or ORG/NAME[@REVISION] (the Hub)
     backend: Literal["torch", "te"] = "torch"  # PyTorch with SDPA, or Transformer Engine
     delta_rule: Literal["auto", "torch", "fla"] = "auto"  # Qwen3.5; auto: fla on cuda if it runs
-    attention: AttentionKernel = "auto"  # kernel to try first; auto: measured once on cuda
+    attention: AttentionKernel = "auto"  # decoder's and tower's; auto: measured once on cuda
     compile: bool | None = None  # fuse a layer's small operations; null: on cuda with a compiler
     fp32_weight_gradients: bool | None = None  # never round the decoder's to bf16; null: on cuda
     recompute: Literal["none", "selective", "full"] = "none"  # decoder layers; full saves the most

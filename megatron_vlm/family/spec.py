@@ -134,6 +134,7 @@ class VisionSizes:
     depth: int
     hidden: int
     query: int  # width of all query heads together
+    head_dim: int
     ffn: int
     out_hidden: int
     patch_values: int  # numbers in one patch: channels x frames x side x side

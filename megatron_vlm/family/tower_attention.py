@@ -5,7 +5,7 @@ Shapes: P patches of all images, N heads, D head size, L patches of an image or 
 frames of one size in a row, C width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -15,12 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_vlm.family.cpu_matmul import with_mkl
+from megatron_vlm.family.flash_attention import TORCH, is_flash, prefer_kernel
 from megatron_vlm.family.spec import TowerHeads
 
 
 class PackedAttention(nn.Module):
     """A replacement of transformers' module that keeps its parameters and their names. `heads`
     makes queries, keys and values from the output of `qkv`."""
+
+    kernel = TORCH  # `set_kernel` sets it
 
     def __init__(self, given: Any, heads: TowerHeads):
         super().__init__()
@@ -39,7 +42,15 @@ class PackedAttention(nn.Module):
         """Attend within each image or frame. `lengths` are their numbers of patches. `starts`
         (int32, on the device) are their first patches, followed by the end of the last."""
         parts = self.heads(self.qkv(hidden_PC), *position_embeddings, self.num_heads)
-        return self.proj(attend_in_frames(*parts, lengths, starts).flatten(1))
+        return self.proj(attend_in_frames(*parts, lengths, starts, kernel=self.kernel).flatten(1))
+
+
+def set_kernel(tower: nn.Module, kernel: str) -> None:
+    """Let all blocks of a tower prefer this kernel of attention."""
+    blocks: Iterator[Any] = tower.modules()
+    for block in blocks:
+        if hasattr(block, "kernel"):
+            block.kernel = kernel
 
 
 def attend_in_frames(
@@ -49,13 +60,20 @@ def attend_in_frames(
     lengths: Sequence[int],
     starts: Tensor,
     scale: float | None = None,
+    kernel: str = TORCH,
 ) -> Tensor:
     """Return [P, N, D]: each patch attends to the patches of its image or frame. `scale` is that of
     the scores, if it is not D^-0.5."""
-    is_flash = query_PND.is_cuda and query_PND.dtype is torch.bfloat16
-    if is_flash and query_PND.shape[-1] % 8 == 0:
+    if is_flash(kernel) and takes_lengths(query_PND):
         return attend_at_once(query_PND, key_PND, value_PND, lengths, starts, scale)
-    return attend_by_runs(query_PND, key_PND, value_PND, lengths, scale)
+    with prefer_kernel(kernel):
+        return attend_by_runs(query_PND, key_PND, value_PND, lengths, scale)
+
+
+def takes_lengths(query_PND: Tensor) -> bool:
+    """Return whether FlashAttention takes sequences of any lengths with such heads."""
+    is_flash = query_PND.is_cuda and query_PND.dtype is torch.bfloat16
+    return is_flash and query_PND.shape[-1] % 8 == 0
 
 
 def attend_at_once(

@@ -17,7 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.family.cpu_matmul import with_mkl
-from megatron_vlm.model.attention_kernels import TORCH, attend, prefer_kernel
+from megatron_vlm.family.flash_attention import TORCH, prefer_kernel
+from megatron_vlm.model.attention_kernels import attend
 from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.fused_ops import FusedOps, gate_output
 

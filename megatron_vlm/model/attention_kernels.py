@@ -1,21 +1,21 @@
-"""Torch's attention, and the choice of its kernel that the decoder tries first: `model.attention`.
-On CUDA `auto` measures the kernels once, for all ranks, at the model's own shape.
+"""Torch's attention, and the choice of the kernels that decoder and tower try first:
+`model.attention`. On CUDA `auto` measures the kernels once, for all ranks, at the model's shapes.
 
-Shapes: B rows, S tokens, N query heads, G key/value heads, D head size.
+Shapes: B rows, S tokens, N query heads, G key/value heads, D head size, P patches.
 """
 
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.collectives import all_gather_json
@@ -25,19 +25,23 @@ from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.attention_limits import WIDEST_OF_FLASH, mask_columns
 from megatron_vlm.family.decoder_layers import Attention
-from megatron_vlm.family.spec import TextSizes
+from megatron_vlm.family.flash_attention import (
+    GENERATIONS,
+    TORCH,
+    activate,
+    activated,
+    is_flash,
+    only_kernel,
+)
+from megatron_vlm.family.spec import TextSizes, VisionSizes
+from megatron_vlm.family.tower_attention import attend_at_once, attend_by_runs, takes_lengths
 
-TORCH = "torch"  # torch's own choice
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 MEASURED = ("flash", "efficient", "cudnn")  # math is left out: it stores a matrix of scores
 LENGTHS = 3  # number of lengths to try; each is new, as a micro-batch's length is
-MAX_TRIED_TOKENS = 2048  # maximum length of a row to try
+MAX_TRIED_TOKENS = 2048  # maximum length of a row or picture to try
 GAIN = 0.05  # minimum gain as a share of the time; below it torch's own choice stays
+
+Call = Callable[[str], Tensor]  # attention by this kernel
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,21 @@ class AttentionShape:
     layers: int  # layers of a stage
     dtype: torch.dtype
     masked: bool = False
+
+    def __str__(self) -> str:
+        return f"heads of {self.head_dim}{' with a mask' * self.masked}"
+
+    def prepare(self, number: int, device: torch.device) -> Call:
+        """Return a call with new inputs. Each number has a length of its own."""
+        tokens = max(1, self.tokens - 8 * number - 1)
+        zeros = partial(torch.zeros, dtype=self.dtype, device=device, requires_grad=True)
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        query, key, value = (zeros(self.rows, n, tokens, self.head_dim) for n in counts)
+        mask_B1SS = None
+        if self.masked:
+            sees = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device)
+            mask_B1SS = as_added(sees.expand(self.rows, -1, -1, -1), self.dtype)
+        return lambda kernel: attend(query, key, value, mask_B1SS)
 
     @staticmethod
     def of_kinds(
@@ -77,6 +96,42 @@ class AttentionShape:
             for each in text.attentions
             for masked in passes_of(each)
         }
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """Shape of the attention of the vision tower for two pictures, a large one and a median one."""
+
+    tokens: int  # patches of the large one
+    heads: int
+    head_dim: int
+    layers: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(cfg: Config, vision: VisionSizes, dtype: torch.dtype) -> "TowerShape":
+        """Return the shape of this tower."""
+        patches = min(vision.megapixel, cfg.data.max_tokens * vision.merge**2, MAX_TRIED_TOKENS)
+        heads = vision.query // vision.head_dim
+        return TowerShape(patches, heads, vision.head_dim, vision.depth, dtype)
+
+    def __str__(self) -> str:
+        return f"the tower's heads of {self.head_dim}"
+
+    def prepare(self, number: int, device: torch.device) -> Call:
+        """Return a call with new inputs. Each number has lengths of its own."""
+        lengths = [max(1, size - 16 * number) for size in (self.tokens, self.tokens // 4)]
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        zeros = partial(torch.zeros, dtype=self.dtype, device=device, requires_grad=True)
+        query, key, value = (zeros(sum(lengths), self.heads, self.head_dim) for _ in range(3))
+
+        def call(kernel: str) -> Tensor:
+            # Here only this kernel is allowed, where layers would prefer it.
+            if is_flash(kernel) and takes_lengths(query):
+                return attend_at_once(query, key, value, lengths, starts)
+            return attend_by_runs(query, key, value, lengths)
+
+        return call
 
 
 def passes_of(attention: Attention) -> tuple[bool, ...]:
@@ -123,40 +178,70 @@ def as_added(sees_B1SS: Tensor, dtype: torch.dtype) -> Tensor:
     return mask[..., :columns].masked_fill_(sees_B1SS, 0.0)
 
 
-def prefer_kernel(kernel: str) -> AbstractContextManager[None]:
-    """Prefer this kernel for attention inside the context, where it can run."""
-    if kernel == TORCH:
-        return nullcontext()
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    order = [KERNELS[kernel], *(other for other in others if other is not KERNELS[kernel])]
-    return sdpa_kernel(order, set_priority=True)
-
-
-def choose_kernel(setting: str, shape: AttentionShape, platform: Platform) -> str:
-    """Return one of KERNELS or TORCH. `auto` on CUDA is a collective."""
+def choose_kernels(
+    setting: str, shapes: Mapping[Any, AttentionShape | TowerShape], platform: Platform
+) -> dict[Any, str]:
+    """Return a kernel for each kind of attention. `auto` on CUDA is a collective."""
     if setting != "auto":
-        if isinstance(seconds := _try(setting, shape, platform), str):
-            raise ConfigError(
-                f": torch {torch.__version__} cannot compute it on {platform.name} in "
-                f"{shape.dtype} ({seconds})",
-                key="model.attention",
-                found=setting,
-                remedy="set model.attention=auto",
-            )
-        return setting
-    if not platform.is_cuda:
-        return TORCH
-    tried = {kernel: _try(kernel, shape, platform) for kernel in (TORCH, *MEASURED)}
-    local_times = {kernel: result for kernel, result in tried.items() if isinstance(result, float)}
-    rank_times = all_gather_json(local_times)
-    chosen = fastest_kernel(rank_times)
-    if torch.distributed.get_rank() == 0 and len(local_times) > 1:
-        times = ", ".join(f"{kernel} {1e3 * took:.2f} ms" for kernel, took in local_times.items())
-        kind = f"heads of {shape.head_dim}{' with a mask' * shape.masked}"
-        print_to_user(
-            f"model.attention=auto takes {chosen} for {kind} (a micro-batch's attention: {times})"
-        )
-    return chosen
+        for shape in shapes.values():
+            _check_named(setting, shape, platform)
+        return dict.fromkeys(shapes, setting)
+    if not platform.is_cuda or not shapes:
+        return dict.fromkeys(shapes, TORCH)
+    tried: list[dict[str, float]] = [{} for _ in shapes]
+    before = activated()
+    for kernel in (*GENERATIONS, TORCH, *MEASURED):
+        # Another model of this process may have chosen already: its layers keep what they have.
+        is_taken = before in GENERATIONS and is_flash(kernel) and kernel != before
+        if not is_taken and activate(kernel) is None:
+            for times, shape in zip(tried, shapes.values(), strict=True):
+                if isinstance(took := _try(kernel, shape, platform), float):
+                    times[kernel] = took
+    chosen = fastest_kernels(all_gather_json(tried))
+    generations = [name for name in chosen if name in GENERATIONS]
+    activate(generations[0] if generations else before)
+    if torch.distributed.get_rank() == 0 and any(len(times) > 1 for times in tried):
+        lines = []
+        for name, shape, times in zip(chosen, shapes.values(), tried, strict=True):
+            listed = ", ".join(f"{kernel} {1e3 * took:.2f} ms" for kernel, took in times.items())
+            lines.append(f"{name} for {shape} (a micro-batch's attention: {listed})")
+        print_to_user(f"model.attention=auto takes {'; '.join(lines)}")
+    return dict(zip(shapes, chosen, strict=True))
+
+
+def _check_named(kernel: str, shape: AttentionShape | TowerShape, platform: Platform) -> None:
+    """Refuse a kernel of the user that cannot run here."""
+    facts: dict[str, Any] = dict(key="model.attention", found=kernel)
+    remedy = "set model.attention=auto"
+    if kernel in GENERATIONS:
+        lacking = activate(kernel) if platform.is_cuda else "it needs a GPU of NVIDIA"
+        if lacking:
+            package = f"install {GENERATIONS[kernel][1]}, or {remedy}"
+            raise ConfigError(f": {lacking}", **facts, remedy=package)
+    elif platform.is_cuda:
+        activate(kernel)
+    small = replace(shape, tokens=min(shape.tokens, 256))  # its speed says nothing here
+    if isinstance(reason := _try(kernel, small, platform), str):
+        where = f"{platform.name} in {shape.dtype} for {shape}"
+        problem = f": torch {torch.__version__} cannot compute it on {where} ({reason})"
+        raise ConfigError(problem, **facts, remedy=remedy)
+
+
+def fastest_kernels(times_of_ranks: Sequence[Sequence[Mapping[str, float]]]) -> list[str]:
+    """Return the kernel of each kind of attention, from the times of each rank for each kind. All
+    kinds share one generation of FlashAttention: that with the least time for all together."""
+    best: list[str] = []
+    least = float("inf")
+    for generation in ("flash", *GENERATIONS):
+        allowed = {generation, *MEASURED[1:]} | ({TORCH} if generation == "flash" else set())
+        names, total = [], 0.0
+        for kind in zip(*times_of_ranks, strict=True):
+            kept = [{k: took for k, took in times.items() if k in allowed} for times in kind]
+            names.append(fastest_kernel(kept))
+            total += max(times.get(names[-1], float("inf")) for times in kept)
+        if not best or total < (1 - GAIN) * least:
+            best, least = names, total
+    return best
 
 
 def fastest_kernel(seconds_of_ranks: Sequence[Mapping[str, float]]) -> str:
@@ -172,38 +257,30 @@ def fastest_kernel(seconds_of_ranks: Sequence[Mapping[str, float]]) -> str:
     return best if gains else TORCH
 
 
-def _try(kernel: str, shape: AttentionShape, platform: Platform) -> float | str:
+def _try(kernel: str, shape: AttentionShape | TowerShape, platform: Platform) -> float | str:
     """Return the seconds of forward and backward of a micro-batch, as the mean over new lengths, or
     why the kernel fails. A kernel prepares itself for a new length once, not in each layer."""
     total = 0.0
     for number in range(LENGTHS):
-        tokens = max(1, shape.tokens - 8 * number - 1)
         try:
             with warnings.catch_warnings():  # torch warns of each reason against a kernel
                 warnings.simplefilter("ignore")
-                first, *again = (_seconds(kernel, shape, tokens, platform) for _ in range(3))
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
+                first, *again = (_seconds(kernel, shape, number, platform) for _ in range(3))
+        except Exception as error:  # packages of kernels raise errors of their own
+            return next(iter(str(error).splitlines()), type(error).__name__)
         if number > 0:  # the first length loads what every length needs
             total += first + (shape.layers - 1) * min(again)
     return total / (LENGTHS - 1)
 
 
-def _seconds(kernel: str, shape: AttentionShape, tokens: int, platform: Platform) -> float:
-    zeros = partial(torch.zeros, dtype=shape.dtype, device=platform.device, requires_grad=True)
-    query, key, value = (
-        zeros(shape.rows, heads, tokens, shape.head_dim)
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
-    )
-    mask_B1SS = None
-    if shape.masked:
-        sees = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=platform.device)
-        mask_B1SS = as_added(sees.expand(shape.rows, -1, -1, -1), shape.dtype)
-    only = nullcontext() if kernel == TORCH else sdpa_kernel(KERNELS[kernel])
+def _seconds(
+    kernel: str, shape: AttentionShape | TowerShape, number: int, platform: Platform
+) -> float:
+    call = shape.prepare(number, platform.device)
     platform.wait()  # kernels are only queued: without both waits, launches would be timed
     start = time.perf_counter()
-    with only, torch.enable_grad():
-        out = attend(query, key, value, mask_B1SS)
+    with only_kernel(kernel), torch.enable_grad():
+        out = call(kernel)
         out.backward(out.detach())
     platform.wait()
     return time.perf_counter() - start

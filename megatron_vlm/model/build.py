@@ -24,10 +24,12 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.family import Family
+from megatron_vlm.family.flash_attention import TORCH
 from megatron_vlm.family.spec import ModelSizes, TextSizes
+from megatron_vlm.family.tower_attention import set_kernel
 from megatron_vlm.hf.block_weight import BlockWeight, replace_parameter
 from megatron_vlm.hf.layer_backends import BACKENDS
-from megatron_vlm.model.attention_kernels import AttentionShape, choose_kernel
+from megatron_vlm.model.attention_kernels import AttentionShape, TowerShape, choose_kernels
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.delta_rule import choose_delta_rule
 from megatron_vlm.model.fused_ops import FusedOps, compiles
@@ -36,6 +38,8 @@ from megatron_vlm.model.layer_specs import BuildOptions, block_spec
 from megatron_vlm.model.offload_activations import ActivationOffload
 from megatron_vlm.model.rope import build_rotary
 from megatron_vlm.model.stage_model import StageModel
+
+_TOWER = "tower"  # its place among the kinds of attention
 
 
 def add_product(given_TI: Tensor, grad_TO: Tensor, total_OI: Tensor) -> None:
@@ -182,12 +186,11 @@ def build_chunks(
         # Memory of the host is allocated only once something is written there.
         config.use_cpu_initialization, unset_on = True, torch.device("cpu")
     chains = FusedOps.compile() if compiled else FusedOps()
-    shapes = {}
+    shapes: dict[Any, AttentionShape | TowerShape] = {}
     if not BACKENDS[cfg.model.backend].has_own_kernels:
-        shapes = AttentionShape.of_kinds(cfg, sizes.text, dims, config.params_dtype)
-    kernels = {
-        kind: choose_kernel(cfg.model.attention, shape, platform) for kind, shape in shapes.items()
-    }
+        shapes.update(AttentionShape.of_kinds(cfg, sizes.text, dims, config.params_dtype))
+        shapes[_TOWER] = TowerShape.of(cfg, sizes.vision, config.params_dtype)
+    kernels = choose_kernels(cfg.model.attention, shapes, platform)
     rule = None
     if (net := sizes.text.delta_net) is not None:
         rule = choose_delta_rule(cfg.model.delta_rule, net, config.params_dtype, platform)
@@ -201,6 +204,7 @@ def build_chunks(
         if grid.first and chunk == 0:
             again = cfg.model.recompute_vision
             tower = family.tower(hf_config, platform.device, again, chains.tower_heads)
+            set_kernel(tower, kernels.get(_TOWER, TORCH))
         dtype = None if BACKENDS[cfg.model.backend].fuses_norms else config.params_dtype
         model = StageModel(
             config,

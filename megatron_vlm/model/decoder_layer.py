@@ -1,5 +1,9 @@
 """Decoder layer that adds DeepStack features to the hidden states, and the values that it reads in
-one pass of a micro-batch."""
+one pass of a micro-batch.
+
+Shapes: S tokens (Megatron is sequence first), B rows, H width, K DeepStack features, N supervised
+places.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +30,9 @@ class PassContext:
     cache: KVCache | None = None
     offload: OffloadPass | None = None
     has_visuals: bool = True  # whether there are images or videos; the host knows it in advance
+    # Places in the flattened [S * B] to which the last layer's feed-forward network is applied,
+    # because the head reads no others. None: all.
+    places_N: Tensor | None = None
     # Masks of attention that layers share, by what they depend on. The first of them makes each.
     masks: dict[object, Tensor] = field(default_factory=dict)
 
@@ -54,6 +61,8 @@ class DecoderLayer(TransformerLayer):
     micro-batch when a layer is recomputed.
     """
 
+    is_last = False  # in the model; StageModel sets it
+
     def forward(
         self,
         *args: Any,
@@ -62,11 +71,21 @@ class DecoderLayer(TransformerLayer):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         assert attention_bias is not None
+        places_N = attention_bias.places_N if self.is_last else None
         with attention_bias.on(self):
-            hidden_SBH, _ = super().forward(*args, context=None, **kwargs)
+            hidden_SBH, _ = self._forward_attention(*args, context=None, **kwargs)
+            hidden_SBH = self._forward_mlp(_pick(hidden_SBH, places_N))
         if context is None:
             return hidden_SBH, None
-        return hidden_SBH + context[0], context[1:] if len(context) > 1 else None
+        added_SBH = _pick(context[0], places_N)
+        return hidden_SBH + added_SBH, context[1:] if len(context) > 1 else None
+
+
+def _pick(hidden_SBH: Tensor, places_N: Tensor | None) -> Tensor:
+    """Return the hidden states at these places as [N, 1, H], or all of them."""
+    if places_N is None:
+        return hidden_SBH
+    return hidden_SBH.flatten(0, 1).index_select(0, places_N)[:, None]
 
 
 class ScaledDecoderLayer(DecoderLayer):

@@ -64,6 +64,11 @@ class StageModel(GPTModel):
         self.share_images = share_images
         self.rotary_pos_emb = rotary
         self.offload = offload
+        # The head reads supervised places alone, so the last layer's MLP needs no others. Experts
+        # need all tokens for the losses of their router.
+        self.ends_at_places = last and bool(layers.layer_specs) and sizes.text.experts is None
+        if self.ends_at_places:
+            self.decoder.layers[-1].is_last = True
         if offload is not None:
             offload.watch(self.decoder, config.gradient_accumulation_fusion)
         if tower is not None:
@@ -130,7 +135,11 @@ class StageModel(GPTModel):
             carry = Carry.from_tensor(self.stage_input, input_ids.shape[1])
             self.decoder.set_input_tensor(carry.hidden_SBH)
         offload = self._begin_offload()
-        given = PassContext(input_ids, routing or Routing(), cache, offload, has_visuals)
+        places = head.get("loss_mask") if self.ends_at_places and cache is None else None
+        places_N = places if places is not None and places.dim() == 1 else None
+        given = PassContext(
+            input_ids, routing or Routing(), cache, offload, has_visuals, places_N=places_N
+        )
         with nullcontext() if offload is None else offload.saving():
             output = super().forward(
                 input_ids,
@@ -140,7 +149,7 @@ class StageModel(GPTModel):
                 extra_block_kwargs={"context": carry.deepstack_KSBH, "attention_bias": given},
             )
         if self.post_process:
-            return self._head(output, labels, **head)
+            return self._head(output, labels, is_picked=places_N is not None, **head)
         return Carry(output, carry.deepstack_KSBH).to_tensor(len(self.decoder.layers))
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
@@ -239,8 +248,10 @@ class StageModel(GPTModel):
         loss_mask: Tensor | None = None,
         head: Head | None = None,
         targets: Targets | None = None,
+        is_picked: bool = False,
     ) -> Tensor | HeadOutput:
-        """Apply the head at supervised positions only, because the others carry no loss."""
+        """Apply the head at supervised positions only, because the others carry no loss. If
+        `is_picked`, only these positions have hidden states, [N, 1, H]."""
         text, tp_group = self.sizes.text, self.pg_collection.tp
         layer = OutputLayer(
             self.output_layer, self.head_weight, text.vocab, tp_group, text.logit_cap
@@ -252,7 +263,9 @@ class StageModel(GPTModel):
                 return layer.logits(hidden_SBH).transpose(0, 1)
             places_N = _places(picked_BS)
             targets = None if labels is None else Targets(labels.T.flatten()[places_N])
-        hidden_NH = hidden_SBH.flatten(0, 1).index_select(0, places_N)
+        hidden_NH = hidden_SBH.flatten(0, 1)
+        if not is_picked:
+            hidden_NH = hidden_NH.index_select(0, places_N)
         if targets is None:
             return layer.logits(hidden_NH[:, None])[:, 0]
         return (head or log_probs_head)(hidden_NH, layer, targets)

@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/model/test_attention_kernels.py
 """Tests of the attention kernel: which times lead to which choice, and that the choice is used."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,24 +17,36 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.family.flash_attention import activate, activated, prefer_kernel
 from megatron_vlm.family.gemma4.model import gemma4_sizes
+from megatron_vlm.family.tower_attention import attend_at_once, attend_by_runs, attend_in_frames
+from megatron_vlm.model import attention_kernels as kernels
+from megatron_vlm.model.attention import SDPACoreAttention
 from megatron_vlm.model.attention_kernels import (
     AttentionShape,
+    TowerShape,
     as_added,
     attend,
-    choose_kernel,
+    choose_kernels,
     fastest_kernel,
-    prefer_kernel,
+    fastest_kernels,
 )
+from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import TOLERANCE, errors, layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.error_fields import raises
+from tests.support.flash_attention4 import flash_attention4
 from tests.support.gemma4 import TinyGemma4
 from tests.support.reference import reference_of
-from tests.support.runs import loss_and_grads
+from tests.support.runs import call, loss_and_grads
 
 CPU = Platform("cpu", torch.device("cpu"), "gloo", torch.float32)
 SHAPE = AttentionShape(2, 4, 2, 33, 24, 4, torch.float)
+TOWER = TowerShape(40, 4, 24, 2, torch.float)
+
+
+def choose(setting: str, shape: AttentionShape | TowerShape) -> str:
+    return choose_kernels(setting, {"only": shape}, CPU)["only"]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +114,7 @@ def test_keys_are_repeated_where_a_kernel_would_not_share_them(kernel, changes, 
         return compute(*parts, **given)
 
     with mock.patch.object(F, "scaled_dot_product_attention", watched):
-        assert choose_kernel(kernel, replace(SHAPE, **changes), CPU) == kernel
+        assert choose(kernel, replace(SHAPE, **changes)) == kernel
     assert set(calls) == {expected}
 
 
@@ -139,14 +152,142 @@ def test_a_kernel_comes_first_and_only_within():
 
 
 def test_auto_on_the_cpu_is_torch_and_asks_nobody():
-    assert choose_kernel("auto", SHAPE, CPU) == "torch"
-    assert choose_kernel("math", SHAPE, CPU) == "math"
+    for shape in (SHAPE, TOWER):
+        assert choose("auto", shape) == "torch"
+        assert choose("torch", shape) == "torch"
+        assert choose("math", shape) == "math"
 
 
-def test_a_kernel_that_is_not_there_is_refused():
-    facts = dict(key="model.attention", found="cudnn", problem_has="on cpu in torch.float32")
-    with raises(ConfigError, **facts):
-        choose_kernel("cudnn", SHAPE, CPU)
+@pytest.mark.parametrize("shape", [SHAPE, TOWER])
+def test_a_kernel_that_cannot_run_is_refused(shape):
+    problem = f"on cpu in torch.float32 for {shape} ("
+    with raises(ConfigError, key="model.attention", found="cudnn", problem_has=problem):
+        choose("cudnn", shape)
+
+
+@pytest.mark.parametrize(("kernel", "package"), [("fa3", "flash-attn-3"), ("fa4", "flash-attn-4")])
+def test_a_generation_that_is_missing_is_refused_with_its_package(kernel, package):
+    facts = dict(key="model.attention", found=kernel, remedy_has=f"install {package}")
+    with raises(ConfigError, problem_has="it needs a GPU of NVIDIA", **facts):
+        choose(kernel, SHAPE)
+    with raises(ConfigError, problem_has=f"it needs the package {package}: ModuleNo", **facts):
+        choose_kernels(kernel, {0: SHAPE}, replace(CPU, name="cuda"))
+    assert activated() == "flash"
+
+
+# Times of torch, flash, efficient, cuDNN, FlashAttention 3 and 4, for two kinds of attention.
+NAMES = ("torch", "flash", "efficient", "cudnn", "fa3", "fa4")
+SLOW = (1.0, 1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"),
+    [
+        ((*SLOW, 0.8, 0.6), (*SLOW, 0.8, 0.6), ["fa4", "fa4"]),
+        ((*SLOW, 0.6, 0.5), (*SLOW, 0.6, 0.9), ["fa3", "fa3"]),  # one generation for both
+        ((*SLOW, 0.97, 0.96), (*SLOW, 0.97, 0.96), ["torch", "torch"]),  # gains too little
+        ((*SLOW, 0.5, None), (1.0, None, 0.3, None, 0.4, 0.2), ["fa3", "efficient"]),
+        ((*SLOW, 0.5, 0.4), (1.0, None, 0.8, None, None, None), ["fa4", "efficient"]),
+        ((1.0, 1.0, 0.5, 3.0, None, None), (*SLOW, None, None), ["efficient", "torch"]),
+        ((None,) * 6, (*SLOW, None, 0.1), ["torch", "torch"]),
+    ],
+)
+def test_all_kinds_share_the_fastest_generation(first, second, chosen):
+    tried = [
+        {name: took for name, took in zip(NAMES, times, strict=True) if took is not None}
+        for times in (first, second)
+    ]
+    assert fastest_kernels([tried]) == chosen
+    without = [{k: took for k, took in times.items() if k[:2] != "fa"} for times in tried]
+    assert set(fastest_kernels([tried, without])).isdisjoint({"fa3", "fa4"})  # another rank
+
+
+def test_auto_takes_a_generation_says_so_and_keeps_it(capsys):
+    """The second model of a process has the generation of the first."""
+    took = {"torch": 1.0, "flash": 1.0, "fa4": 0.5}
+    gpu = replace(CPU, name="cuda")
+    with (
+        flash_attention4(),
+        mock.patch.object(kernels, "_try", lambda kernel, *_: took.get(kernel, "no")),
+        mock.patch.object(kernels, "all_gather_json", lambda mine: [mine]),
+        mock.patch.object(torch.distributed, "get_rank", lambda: 0),
+    ):
+        shapes = {"decoder": SHAPE, "tower": TOWER}
+        assert choose_kernels("auto", shapes, gpu) == {"decoder": "fa4", "tower": "fa4"}
+        line = capsys.readouterr().err
+        for part in ("fa4 for heads of 24", "fa4 for the tower's heads of 24", "torch 1000.00 ms"):
+            assert part in line and line.count("\n") == 1
+        assert activated() == "fa4"
+        took["torch"] = 0.1
+        assert choose_kernels("auto", {0: SHAPE}, gpu) == {0: "fa4"} and activated() == "fa4"
+        activate("flash")
+        assert choose_kernels("auto", {0: SHAPE}, gpu) == {0: "torch"} and activated() == "flash"
+
+
+def test_flash_attention_4_gets_our_arguments_and_its_results_are_used():
+    starts = torch.tensor([0, 30, 33], dtype=torch.int32)
+    rows = [torch.randn(2, heads, 33, 24, requires_grad=True) for heads in (4, 2, 2)]
+    patches = [torch.randn(33, 4, 24, requires_grad=True) for _ in range(3)]
+
+    def results(tower: Callable[..., Tensor]) -> list[Tensor]:
+        with prefer_kernel("fa4"):
+            outs = attend(*rows, scale=0.3), tower(*patches, [30, 3], starts, 0.2)
+        parts = [*rows, *patches]
+        return [*outs, *torch.autograd.grad(sum((out**2).sum() for out in outs), parts)]
+
+    expected = results(lambda *given: attend_by_runs(*given[:4], given[5]))
+    with flash_attention4() as calls, mock.patch.object(Platform, "wait", lambda _: None):
+        gpu = replace(CPU, name="cuda")
+        shapes = {"decoder": SHAPE, "tower": TOWER}
+        assert choose_kernels("fa4", shapes, gpu) == {"decoder": "fa4", "tower": "fa4"}
+        assert activated() == "fa4" and calls
+        calls.clear()
+        found = results(attend_at_once)
+    assert activated() == "flash"
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 3e-6 * other.norm()  # measured: 4.6e-7
+    forward, tower_forward, *_ = calls
+    assert len(calls) == 4
+    for each in calls:  # forward and backward
+        assert each["window_size_left"] is each["window_size_right"] is None
+        is_tower = each["cu_seqlens_q"] is not None
+        assert each["causal"] is not is_tower
+        assert each["softmax_scale"] == pytest.approx(0.2 if is_tower else 0.3)
+        assert each["heads"] == ((4, 4) if is_tower else (4, 2))  # key heads are not repeated
+    assert tower_forward["cu_seqlens_k"].tolist() == [0, 30, 33]
+    assert tower_forward["cu_seqlens_k"].dtype is torch.int32
+    assert forward["max_seqlen_q"] == 33 and tower_forward["max_seqlen_q"] == 30
+
+
+def kernels_of_modules(worker: MegatronWorker) -> list[Any]:
+    modules = [module for chunk in worker.chunks for module in chunk.modules()]
+    layers = [module.kernels for module in modules if isinstance(module, SDPACoreAttention)]
+    blocks = [module.kernel for module in modules if hasattr(module, "kernel")]
+    return [*layers, *blocks]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma4"])
+@pytest.mark.parametrize("kernel", ["torch", "math"])
+def test_decoder_and_tower_have_the_same_kernel(kernel, family, pool, tiny):
+    path = tiny() if family == "qwen3_vl" else tiny(TinyGemma4())
+    [found] = pool.run(call, 1, path, layout(attention=kernel), kernels_of_modules)
+    assert len(found) > 4 and kernel in found
+    names = [name for each in found for name in (each.values() if type(each) is dict else [each])]
+    assert set(names) == {kernel}
+
+
+def test_the_tower_prefers_its_kernel():
+    seen = []
+
+    def watched(*parts: Tensor, **given: Any) -> Tensor:
+        seen.append(_cur_sdpa_kernel_backends(with_priority=True)[0])
+        return parts[0]
+
+    with mock.patch.object(F, "scaled_dot_product_attention", watched):
+        for kernel in ("math", "flash", "efficient"):
+            attend_in_frames(*(torch.zeros(3, 1, 8),) * 3, [3], torch.tensor([0, 3]), kernel=kernel)
+    first = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    assert seen == first
 
 
 def test_another_kernel_computes_the_same(pool, tiny):

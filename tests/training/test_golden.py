@@ -148,7 +148,7 @@ def test_golden_losses(name: str):
 
 
 def test_stages_change_no_loss():
-    """The largest difference in 20 steps is 1.6e-7."""
+    """The largest difference in 20 steps is 1.9e-7."""
     golden = json.loads(GOLDEN.read_text())
     for one, two in zip(golden["trainer"], golden["trainer_pp2"], strict=True):
         assert one["lr"] == two["lr"]

@@ -88,6 +88,23 @@ def test_results_are_the_same_on_every_rank(pool, tiny):
     assert grad_norm > 0 and lr == 3e-4
 
 
+def _tokens_of_mlps(worker: MegatronWorker) -> tuple[list[int], int, int]:
+    rows, seen = make_rows(MIXED[:2]), []
+    for layer in worker.stage.chunks[0].decoder.layers:
+        layer.mlp.register_forward_pre_hook(
+            lambda _, given: seen.append(given[0].shape[:-1].numel())
+        )
+    worker.forward(rows)
+    tokens = max(len(row.ids_S) for row in rows) * len(rows)
+    return seen, tokens, sum(int((row.labels_S[1:] != -100).sum()) for row in rows)
+
+
+def test_the_last_mlp_computes_supervised_tokens_alone(pool, tiny):
+    [(seen, tokens, supervised)] = pool.run(call, 1, tiny(**SHALLOW), layout(), _tokens_of_mlps)
+    assert seen == [*[tokens] * (len(seen) - 1), supervised]
+    assert 0 < supervised < tokens
+
+
 def _nothing_supervised(worker: MegatronWorker) -> tuple[float, int, float]:
     rows = [replace(row, labels_S=row.labels_S * 0 - 100) for row in make_rows(MIXED[:2])]
     metrics = worker.forward_backward(rows)

@@ -149,6 +149,7 @@ def gemma4_sizes(config: PretrainedConfig) -> ModelSizes:
         depth=vision.num_hidden_layers,
         hidden=width,
         query=query,
+        head_dim=vision.head_dim,
         ffn=vision.intermediate_size,
         out_hidden=text.hidden,
         patch_values=3 * vision.patch_size**2,

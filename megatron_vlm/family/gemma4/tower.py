@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder, Gemma4VisionModel
 
+from megatron_vlm.family.flash_attention import TORCH
 from megatron_vlm.family.spec import TowerInputs
 from megatron_vlm.family.tower_attention import attend_in_frames
 
@@ -75,6 +76,8 @@ class Gemma4Tower(nn.Module):
 class _PackedAttention(nn.Module):
     """Attention within each image, in the place of transformers' module."""
 
+    kernel = TORCH  # `set_kernel` sets it
+
     def __init__(self, given: Any):
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj = given.q_proj, given.k_proj, given.v_proj
@@ -100,7 +103,8 @@ class _PackedAttention(nn.Module):
             )
         )
         query_PND, key_PND = (_rotate_axes(x, cos_P1D, sin_P1D) for x in (query_PND, key_PND))
-        out_PND = attend_in_frames(query_PND, key_PND, value_PND, lengths, starts, scale=1.0)
+        parts_PND = query_PND, key_PND, value_PND
+        out_PND = attend_in_frames(*parts_PND, lengths, starts, scale=1.0, kernel=self.kernel)
         return self.o_proj(out_PND.flatten(1))[None], None
 
 

@@ -121,6 +121,7 @@ def model_sizes(config: PretrainedConfig, text: TextSizes, make_tower: TowerClas
         depth=vision.depth,
         hidden=vision.hidden_size,
         query=vision.hidden_size,
+        head_dim=vision.hidden_size // vision.num_heads,
         ffn=vision.intermediate_size,
         out_hidden=out,
         patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
