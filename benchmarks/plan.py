@@ -207,6 +207,7 @@ def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[StepC
     for batch in map(sizes_of_row, make_rows()):
         work = micro_work(layout, batch)
         row = [(work.layers[0] + parts[0]) * count for count in split]
+        row[-1] += work.layers[-1] + work.layers[0] * -1  # the last layer ends at places
         row[0] += work.first + parts[1]
         row[-1] += work.last + parts[2]
         table.append(row)

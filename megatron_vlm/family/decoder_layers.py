@@ -356,11 +356,15 @@ class LayerSpec:
     def flops_per_token(self, hidden: int) -> int:
         """Return the operations per token, not counting pairs of tokens. A multiplication and
         an addition count as two."""
-        weights = sum(
-            prod(tensor.shape)
-            for param in self.params(hidden)
-            for tensor in param.tensors
-            if len(tensor.shape) > 1
-        )
         idle = self.ffn.idle_values(hidden) if isinstance(self.ffn, Experts) else 0
-        return 2 * (weights - idle) + self.mixer.flops_per_token
+        weights = _matrix_values(self.params(hidden)) - idle
+        return 2 * weights + self.mixer.flops_per_token
+
+    def mlp_flops_per_token(self, hidden: int) -> int:
+        """Return the part of these operations that a dense feed-forward network has."""
+        return 2 * _matrix_values(self.ffn.params(hidden))
+
+
+def _matrix_values(params: Iterator[LayerParam]) -> int:
+    tensors = (tensor for param in params for tensor in param.tensors)
+    return sum(prod(tensor.shape) for tensor in tensors if len(tensor.shape) > 1)

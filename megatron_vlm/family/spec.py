@@ -97,6 +97,13 @@ class TextSizes:
         """The experts of the layers that have them: they are the same in all of them."""
         return next((x.ffn for x in self.layers if isinstance(x.ffn, Experts)), None)
 
+    @property
+    def ends_at_places(self) -> bool:
+        """Whether the last layer's feed-forward network is applied to supervised tokens alone,
+        which are all that the head reads. Experts need all tokens for the losses of their
+        router."""
+        return self.experts is None
+
     @cached_property
     def expert_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with experts."""

@@ -64,9 +64,7 @@ class StageModel(GPTModel):
         self.share_images = share_images
         self.rotary_pos_emb = rotary
         self.offload = offload
-        # The head reads supervised places alone, so the last layer's MLP needs no others. Experts
-        # need all tokens for the losses of their router.
-        self.ends_at_places = last and bool(layers.layer_specs) and sizes.text.experts is None
+        self.ends_at_places = last and bool(layers.layer_specs) and sizes.text.ends_at_places
         if self.ends_at_places:
             self.decoder.layers[-1].is_last = True
         if offload is not None:

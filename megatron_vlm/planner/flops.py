@@ -1,7 +1,7 @@
 """Operations, bytes moved and bytes sent of a stage for one micro-batch, forward and backward.
 
 A multiplication and an addition count as two operations. Padding counts for the decoder, and
-neither for the tower nor for the head, which computes only supervised tokens.
+neither for the tower nor for the head and a last MLP that compute only supervised tokens.
 """
 
 import operator
@@ -62,7 +62,7 @@ class StepCost:
 class MicroWork:
     """Work of one micro-batch, in the parts that a split of the layers combines."""
 
-    layers: tuple[StepCost, ...]  # a decoder layer of each kind
+    layers: tuple[StepCost, ...]  # a decoder layer of each kind, and the last if it ends at places
     first: StepCost  # stage 0 without its layers: embedding, tower, scatter
     last: StepCost  # last stage without its layers: the head
     hidden: int  # bytes of the hidden states, and of each set of DeepStack features
@@ -73,9 +73,12 @@ def micro_work(layout: ModelLayout, batch: BatchSizes) -> MicroWork:
     """Return the parts of a micro-batch's work on a rank."""
     sizes, work = layout.sizes, WorkModel.from_sizes(layout.sizes)
     return MicroWork(
-        tuple(_layer(layout, kind, batch) for kind in sizes.text.kinds),
+        (
+            *(_layer(layout, kind, batch) for kind in sizes.text.kinds),
+            *[_layer(layout, sizes.text.layers[-1], batch, True)] * sizes.text.ends_at_places,
+        ),
         _first(layout, work, batch),
-        _head(layout, work, batch),
+        _head(layout, batch),
         batch.padded_tokens * sizes.text.hidden * layout.itemsize,
         sizes.vision.deepstack if batch.patches else 0,
     )
@@ -87,32 +90,32 @@ def _products(cfg: Config, part: str) -> int:
     return 1 + learns(cfg, part)
 
 
-def _layer(layout: ModelLayout, layer: LayerSpec, batch: BatchSizes) -> StepCost:
-    """Return the cost of a decoder layer of this kind."""
+def _layer(
+    layout: ModelLayout, layer: LayerSpec, batch: BatchSizes, at_places: bool = False
+) -> StepCost:
+    """Return the cost of a decoder layer of this kind. `at_places`: its MLP gets supervised tokens
+    alone."""
     cfg, tp, itemsize = layout.trained, layout.dims.tp, layout.itemsize
     text, tokens = layout.sizes.text, batch.padded_tokens
     of_pairs = 0
     if isinstance(layer.mixer, Attention):
         picture_pairs = layout.sizes.vision.token_pairs(batch.patches, batch.patch_pairs)
         of_pairs = layer.mixer.pair_flops([batch.tokens] * batch.rows, picture_pairs)
-    kept_bytes = tokens * kept_of_layer(layout, layer) * itemsize
+    kept_bytes = kept_of_layer(layout, layer, batch, at_places) * itemsize
+    left_out = tokens - batch.supervised if at_places else 0
     # The outputs of attention and of the MLP are summed over the ranks.
-    reduced = 2 * ring(tp) * tokens * text.hidden * itemsize
+    reduced = ring(tp) * (2 * tokens - left_out) * text.hidden * itemsize
     exchanged = 0.0
     if isinstance(layer.ffn, Experts):  # each token is sent to its experts, and back
         exchanged = 2 * layer.ffn.top_k * tokens * text.hidden * itemsize
     # A share of the layers is counted as that share of each.
-    offloaded = cfg.model.offload_activations * tokens * itemsize
-    offloaded *= layer_values(layout, layer)
+    offloaded = cfg.model.offload_activations * itemsize
+    offloaded *= layer_values(layout, layer, batch, at_places)
+    matmul = layer.flops_per_token(text.hidden) * tokens
+    matmul -= layer.mlp_flops_per_token(text.hidden) * left_out
     of_mixer = layer.mixer.flops_per_token * tokens / tp
     forward = OpCount(
-        layer.flops_per_token(text.hidden) * tokens / tp,
-        of_pairs / tp,
-        _TOUCHED_FORWARD * kept_bytes,
-        reduced,
-        exchanged,
-        1,
-        offloaded,
+        matmul / tp, of_pairs / tp, _TOUCHED_FORWARD * kept_bytes, reduced, exchanged, 1, offloaded
     )
     recomputed = {
         "none": OpCount(),
@@ -164,13 +167,14 @@ def _first(layout: ModelLayout, work: WorkModel, batch: BatchSizes) -> StepCost:
     return embedding + StepCost(tower + mergers + scattered, backward)
 
 
-def _head(layout: ModelLayout, work: WorkModel, batch: BatchSizes) -> StepCost:
+def _head(layout: ModelLayout, batch: BatchSizes) -> StepCost:
     """Return the cost of the final norm and of the logits of supervised tokens."""
     text, tp, itemsize = layout.sizes.text, layout.dims.tp, layout.itemsize
-    normed = batch.padded_tokens * text.hidden * itemsize
+    at_places = batch.supervised if text.ends_at_places else batch.padded_tokens
+    normed = at_places * text.hidden * itemsize
     logits = batch.supervised * text.vocab / tp
     forward = OpCount(
-        work.per_supervised * batch.supervised / tp,
+        2 * text.hidden * logits,
         # Logits are written, converted to fp32, and read for the maximum and the sum.
         moved=2 * normed + logits * (2 * itemsize + 3 * _FP32),
     )

@@ -6,7 +6,7 @@ and supervised position, and checked against a real forward in tests/planner/tes
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_vlm.config.objectives import reference_of
@@ -32,7 +32,8 @@ def activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
     hidden, tokens = sizes.text.hidden, batch.padded_tokens
     if place == 0 and _is_frozen(layout):
         return _kept_of_head(layout, batch) * layout.itemsize if dims.is_last(place) else 0
-    values = tokens * sum(_values_of_layers(layout, place)) + _mask_values(layout, place, batch)
+    kept = _values_of_layers(layout, place, batch, layer_values)
+    values = sum(kept) + _mask_values(layout, place, batch)
     # Features that have not been added yet arrive with the hidden states.
     arriving = Carry.extras(sizes, dims, place - 1, bool(batch.patches))
     if place > 0 or model.recompute == "full":
@@ -41,29 +42,31 @@ def activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
         values += batch.patches_of_rank(dims.tp, model.share_images) * _patch_values(layout)
     if dims.is_last(place):
         norm = 1 if model.freeze_language else 2
-        values += norm * tokens * hidden + _kept_of_head(layout, batch)
+        is_picked = bool(kept) and sizes.text.ends_at_places
+        normed = batch.supervised if is_picked else tokens
+        values += norm * normed * hidden + _kept_of_head(layout, batch)
     return values * layout.itemsize - offloaded_activations(layout, place, batch)
 
 
 def offloaded_activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
     """Return the bytes that it keeps in the memory of the host instead."""
-    values, sizes = _offloaded_values(layout, place), layout.sizes
-    if not values:
+    kept, sizes = _offloaded_values(layout, place, batch), layout.sizes
+    if not kept:
         return 0
-    per_token = sum(values)
+    values, of_input = sum(kept), batch.padded_tokens * sizes.text.hidden
     if place > 0:  # the schedule keeps the input of a stage on the device
-        per_token -= sizes.text.hidden
+        values -= of_input
     elif layout.cfg.model.recompute == "full":
-        per_token += sizes.text.hidden * Carry.extras(sizes, layout.dims, -1, bool(batch.patches))
-    return batch.padded_tokens * per_token * layout.itemsize
+        values += of_input * Carry.extras(sizes, layout.dims, -1, bool(batch.patches))
+    return values * layout.itemsize
 
 
-def _offloaded_values(layout: ModelLayout, place: int) -> list[int]:
-    """Return the values per token of each layer at this place that is offloaded."""
+def _offloaded_values(layout: ModelLayout, place: int, batch: BatchSizes) -> list[int]:
+    """Return the values of each layer at this place that is offloaded."""
     share = layout.cfg.model.offload_activations
     if not share or (place == 0 and _is_frozen(layout)):
         return []
-    values = _values_of_layers(layout, place)
+    values = _values_of_layers(layout, place, batch, layer_values)
     return values[: count_offloaded(share, len(values))]
 
 
@@ -76,11 +79,17 @@ def _mask_values(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
     return masks * rows * batch.tokens * mask_columns(batch.tokens)
 
 
-def _values_of_layers(layout: ModelLayout, place: int) -> list[int]:
-    """Return the values per token that each layer at this place keeps. A search asks for them
-    thousands of times, so equal layers are computed once."""
-    values = [layer_values(layout, kind) for kind in layout.sizes.text.kinds]
-    return [values[kind] for kind in _kinds_at(layout, place)]
+def _values_of_layers(
+    layout: ModelLayout, place: int, batch: BatchSizes, values_of: "ValuesOf"
+) -> list[int]:
+    """Return the values of each layer at this place. A search asks for them thousands of times, so
+    equal layers are computed once."""
+    text = layout.sizes.text
+    by_kind = [values_of(layout, kind, batch) for kind in text.kinds]
+    values = [by_kind[kind] for kind in _kinds_at(layout, place)]
+    if values and layout.dims.is_last(place) and text.ends_at_places:
+        values[-1] = values_of(layout, text.layers[-1], batch, True)
+    return values
 
 
 def _kinds_at(layout: ModelLayout, place: int) -> tuple[int, ...]:
@@ -108,8 +117,8 @@ def working_bytes(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
     text, tokens = sizes.text, batch.padded_tokens
     temporaries = [0]
     if model.recompute == "full":
-        kinds = [text.kinds[kind] for kind in {*_kinds_at(layout, place)}]
-        temporaries += [tokens * kept_of_layer(layout, layer) * itemsize for layer in kinds]
+        kept = _values_of_layers(layout, place, batch, kept_of_layer)
+        temporaries.append(max(kept, default=0) * itemsize)
     if place == 0 and batch.patches:
         temporaries.append(tokens * text.hidden * sizes.vision.levels * itemsize)
         if model.recompute_vision and not model.freeze_vision:
@@ -119,33 +128,41 @@ def working_bytes(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
         # Logits, their fp32 copy and the gradient of one of the two exist together.
         logits = batch.supervised * dims.padded_vocab(text.vocab) // dims.tp
         temporaries.append(min(logits, LOGITS_AT_ONCE) * (itemsize + 2 * _FP32))
-    largest = sorted(_offloaded_values(layout, place), reverse=True)
-    return max(temporaries) + tokens * sum(largest[:2]) * itemsize
+    largest = sorted(_offloaded_values(layout, place, batch), reverse=True)
+    return max(temporaries) + sum(largest[:2]) * itemsize
 
 
-def layer_values(layout: ModelLayout, layer: LayerSpec) -> int:
-    """Return the number of values per token that a decoder layer keeps for its backward."""
-    is_full = layout.cfg.model.recompute == "full"
-    return layout.sizes.text.hidden if is_full else kept_of_layer(layout, layer)
+def layer_values(
+    layout: ModelLayout, layer: LayerSpec, batch: BatchSizes, at_places: bool = False
+) -> int:
+    """Return the number of values that a decoder layer keeps for its backward. `at_places`: its
+    feed-forward network gets supervised tokens alone."""
+    if layout.cfg.model.recompute == "full":
+        return batch.padded_tokens * layout.sizes.text.hidden
+    return kept_of_layer(layout, layer, batch, at_places)
 
 
-def kept_of_layer(layout: ModelLayout, layer: LayerSpec) -> int:
-    """Return the number of values per token that a layer keeps if nothing is recomputed."""
+def kept_of_layer(
+    layout: ModelLayout, layer: LayerSpec, batch: BatchSizes, at_places: bool = False
+) -> int:
+    """Return the number of values that a layer keeps if nothing is recomputed."""
     cfg, hidden, tp = layout.trained, layout.sizes.text.hidden, layout.dims.tp
     is_frozen, learning = cfg.model.freeze_language, learns(cfg, "language")
     # The input of a frozen linear layer or norm is not needed again. Next to adapters, norms are
     # frozen.
-    norms = 2 if is_frozen else 6 if learning else 4
-    norms += layer.post_norms * (2 if learning else 1)
+    norms = 1 if is_frozen else 3 if learning else 2  # of the mixer, and of the other part
+    norms += layer.post_norms // 2 * (2 if learning else 1)
     # The gradients of the experts' weights and adapters need the inputs of their layers.
     inputs = learning or layout.adapted.experts
     # recompute=selective saves nothing: torch's attention keeps no matrix of scores, and the next
     # layer keeps its output anyway.
-    return (
-        norms * hidden
-        + layer.mixer.kept_values(learning) // tp
-        + layer.ffn.kept_values(hidden, is_frozen, inputs, tp)
-    )
+    of_mixer = norms * hidden + layer.mixer.kept_values(learning) // tp
+    of_ffn = norms * hidden + layer.ffn.kept_values(hidden, is_frozen, inputs, tp)
+    tokens = batch.padded_tokens
+    return tokens * of_mixer + (batch.supervised if at_places else tokens) * of_ffn
+
+
+ValuesOf = Callable[..., int]  # layer_values or kept_of_layer
 
 
 def _patch_values(layout: ModelLayout) -> int:

@@ -180,9 +180,13 @@ class ReplicaCosts:
 
 
 def _layers_before(text: TextSizes) -> np.ndarray:
-    """Return [K, 1 + L]: for each kind of layer, how many of the first layers are of this kind."""
-    is_kind_KL = [[kind == each for each in text.kind_of] for kind in range(len(text.kinds))]
-    return np.concatenate([np.zeros((len(text.kinds), 1), int), np.cumsum(is_kind_KL, 1)], 1)
+    """Return [K, 1 + L]: for each kind of layer, how many of the first layers are of this kind. A
+    last layer whose MLP is applied to supervised tokens alone is a kind of its own."""
+    kinds, count = text.kind_of, len(text.kinds)
+    if text.ends_at_places:
+        kinds, count = (*kinds[:-1], count), count + 1
+    is_kind_KL = [[kind == each for each in kinds] for kind in range(count)]
+    return np.concatenate([np.zeros((count, 1), int), np.cumsum(is_kind_KL, 1)], 1)
 
 
 class PartCounts(NamedTuple):

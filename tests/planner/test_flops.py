@@ -59,7 +59,8 @@ def test_a_backward_computes_the_rule_again(tiny):
     for frozen, products in ((True, 1), (False, 2)):
         cfg = layout(freeze_language=frozen).config(path)
         costs = micro_work(ModelLayout(cfg, sizes, ParallelDims(1, 1, 1, 1, (5,)), 4), batch).layers
-        for layer, cost in zip(sizes.text.kinds, costs, strict=True):
+        assert costs[-1].forward.matmul < costs[sizes.text.kind_of[-1]].forward.matmul
+        for layer, cost in zip((*sizes.text.kinds, sizes.text.layers[-1]), costs, strict=True):
             rule = 200 * layer.mixer.flops_per_token
             assert (rule > 0) == isinstance(layer.mixer, GatedDeltaNet)
             linear = cost.forward.matmul - rule
