@@ -304,8 +304,8 @@ def _fastest_product() -> float:
 
 
 def flops(path: str, rows: list[Row]) -> float:
-    """Return the operations of a step, as for MFU: three times the forward, with the head on
-    supervised tokens and no padding."""
+    """Return the operations of a step, as for MFU: three times the forward, with the head and the
+    last MLP on supervised tokens and no padding."""
     work = WorkModel.from_sizes(HFCheckpoint(path).sizes)
     sizes = map(sizes_of_row, rows)
     return 3.0 * sum(

@@ -166,8 +166,8 @@ def make_rows(work: Work, path: Path) -> list[Row]:
 
 
 def flops(work: Work, path: Path) -> float:
-    """Return the operations of a step: three times the forward of decoder, head on supervised
-    tokens and tower. Recomputation and padding are not counted."""
+    """Return the operations of a step: three times the forward of decoder, head and last MLP on
+    supervised tokens, and tower. Recomputation and padding are not counted."""
     from transformers import AutoConfig
 
     model, row = WorkModel.from_sizes(_sizes_of(AutoConfig.from_pretrained(path))), work.row

@@ -42,6 +42,7 @@ from megatron_vlm.checkpoint.state_json import (
     OR_BEGIN,
     check_base,
     check_state,
+    keep_kernels,
     make_state,
     read_state,
     say_conversion,
@@ -210,6 +211,7 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         keys = [piece.key for piece in pieces]
         remedy = f"resume with the configuration in its config.yaml, {OR_BEGIN}"
         reader.check(keys, shapes_of(worker), remedy)
+    keep_kernels(worker, folder, state)
     with fail_together(CheckpointError), torch.no_grad():
         for piece in pieces:
             reader.fill(piece)

@@ -12,9 +12,11 @@ from megatron_vlm.config import Config, read_saved
 from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError, show_value
+from megatron_vlm.family.tower_attention import set_kernel
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.io.untrusted import JsonField
+from megatron_vlm.model.attention_kernels import TOWER, kept_kernels, shapes_of
 from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -34,6 +36,7 @@ def make_state(worker: MegatronWorker, progress: dict[str, Any], steps: int) -> 
         "lr": worker.lr,
         "optimizer": cfg.optim.name,
         "moments": cfg.optim.states,
+        "attention": list(worker.chunks[0].kernels.values()),
         "progress": progress,
     }
     if cfg.lora.rank:
@@ -92,6 +95,28 @@ def say_conversion(worker: MegatronWorker, folder: Path, state: JsonField) -> No
     before, after = state["moments"].string(), worker.cfg.optim.states
     if before != after and worker.optimizer is not None and dist.get_rank() == 0:
         print_to_user(f"the moments of {folder} were {before}, and go on as {after}")
+
+
+def keep_kernels(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
+    """Take the attention kernels that the checkpoint's run had, in place of those that `auto` has
+    measured now: others would change the last digits. A collective."""
+    kept, own, cfg = state.get("attention"), worker.chunks[0].kernels, worker.cfg
+    names = [] if kept is None else [each.string() for each in kept.items()]
+    is_measured = cfg.model.attention == "auto" and worker.platform.is_cuda
+    if not (names and own and is_measured) or names == list(own.values()):
+        return
+    dtype, said = worker.chunks[0].config.params_dtype, f"the kernels of {folder}: {names}"
+    shapes = shapes_of(cfg, worker.source.sizes, worker.dims, dtype)
+    found = kept_kernels(names, shapes, worker.platform)
+    if isinstance(found, str):
+        text = f"cannot keep {said} ({found}), and the last digits may differ"
+    else:
+        own.update(found)
+        for chunk in worker.chunks:
+            set_kernel(chunk, own[TOWER])
+        text = f"keeps {said}"
+    if dist.get_rank() == 0:
+        print_to_user(f"model.attention=auto {text}")
 
 
 def _check_lora(cfg: Config, folder: Path, state: JsonField) -> None:

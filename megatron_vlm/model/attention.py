@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.family.cpu_matmul import with_mkl
+from megatron_vlm.family.decoder_layers import Attention
 from megatron_vlm.family.flash_attention import TORCH, prefer_kernel
 from megatron_vlm.model.attention_kernels import attend
 from megatron_vlm.model.decoder_layer import PassContext
@@ -54,18 +55,21 @@ class FusedSelfAttention(SelfAttention):
 
 
 class SDPACoreAttention(MegatronModule):
-    """Attention among the tokens of a pass, causal without a mask. `kernels` has the kernel of
-    passes without a mask and, where that occurs, of those with one."""
+    """Attention among the tokens of a pass, causal without a mask. `kernels` has the kernel of each
+    kind of attention in passes without a mask and, where that occurs, in those with one. A run that
+    resumes may still change them."""
 
     def __init__(
         self,
         config: TransformerConfig,
         softmax_scale: float | None = None,
-        kernels: Mapping[bool, str] | None = None,
+        kernels: Mapping[Any, str] | None = None,
+        kind: Attention | None = None,
         **_: Any,
     ):
         super().__init__(config=config)
-        self.softmax_scale, self.kernels = softmax_scale, kernels or {False: TORCH}
+        self.softmax_scale, self.kind = softmax_scale, kind
+        self.kernels: Mapping[Any, str] = kernels or {(None, False): TORCH}
 
     def forward(
         self,
@@ -77,7 +81,7 @@ class SDPACoreAttention(MegatronModule):
     ) -> Tensor:
         compute = partial(attend, mask_B1SS=mask_B1SS, scale=self.softmax_scale)
         parts = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
-        with prefer_kernel(self.kernels[mask_B1SS is not None]):
+        with prefer_kernel(self.kernels[self.kind, mask_B1SS is not None]):
             out_BNSD = with_mkl(compute, *parts)
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 

@@ -33,12 +33,14 @@ from megatron_vlm.family.flash_attention import (
     is_flash,
     only_kernel,
 )
-from megatron_vlm.family.spec import TextSizes, VisionSizes
+from megatron_vlm.family.spec import ModelSizes, TextSizes, VisionSizes
 from megatron_vlm.family.tower_attention import attend_at_once, attend_by_runs, takes_lengths
+from megatron_vlm.hf.layer_backends import BACKENDS
 
 MEASURED = ("flash", "efficient", "cudnn")  # math is left out: it stores a matrix of scores
 LENGTHS = 3  # number of lengths to try; each is new, as a micro-batch's length is
 MAX_TRIED_TOKENS = 2048  # maximum length of a row or picture to try
+TOWER = "tower"  # its place among the kinds of attention
 GAIN = 0.05  # minimum gain as a share of the time; below it torch's own choice stays
 
 Call = Callable[[str], Tensor]  # attention by this kernel
@@ -134,6 +136,17 @@ class TowerShape:
         return call
 
 
+Shapes = Mapping[Any, AttentionShape | TowerShape]  # of each kind of attention
+
+
+def shapes_of(cfg: Config, sizes: ModelSizes, dims: ParallelDims, dtype: torch.dtype) -> Shapes:
+    """Return the shapes for which torch's kernels compute attention."""
+    if BACKENDS[cfg.model.backend].has_own_kernels:
+        return {}
+    of_decoder = AttentionShape.of_kinds(cfg, sizes.text, dims, dtype)
+    return {**of_decoder, TOWER: TowerShape.of(cfg, sizes.vision, dtype)}
+
+
 def passes_of(attention: Attention) -> tuple[bool, ...]:
     """Return whether its passes have a mask: a window needs one for pictures and long rows."""
     return (False,) if attention.window is None else (False, True)
@@ -178,9 +191,7 @@ def as_added(sees_B1SS: Tensor, dtype: torch.dtype) -> Tensor:
     return mask[..., :columns].masked_fill_(sees_B1SS, 0.0)
 
 
-def choose_kernels(
-    setting: str, shapes: Mapping[Any, AttentionShape | TowerShape], platform: Platform
-) -> dict[Any, str]:
+def choose_kernels(setting: str, shapes: Shapes, platform: Platform) -> dict[Any, str]:
     """Return a kernel for each kind of attention. `auto` on CUDA is a collective."""
     if setting != "auto":
         for shape in shapes.values():
@@ -209,6 +220,28 @@ def choose_kernels(
     return dict(zip(shapes, chosen, strict=True))
 
 
+def kept_kernels(names: Sequence[str], shapes: Shapes, platform: Platform) -> dict[Any, str] | str:
+    """Return these kernels of the kinds of attention, or why a rank cannot run them. A
+    collective."""
+    before = activated()
+    reason = activate(next((name for name in names if name in GENERATIONS), "flash"))
+    if len(names) != len(shapes):
+        reason = f"the model has {len(shapes)} kinds of attention"
+    for name, shape in zip(names, shapes.values(), strict=False):
+        reason = reason or _failure(name, shape, platform)
+    if reasons := [each for each in all_gather_json(reason) if each]:
+        activate(before)
+        return str(reasons[0])
+    return dict(zip(shapes, names, strict=True))
+
+
+def _failure(kernel: str, shape: AttentionShape | TowerShape, platform: Platform) -> str | None:
+    """Return why a kernel cannot run, if so."""
+    small = replace(shape, tokens=min(shape.tokens, 256))  # its speed says nothing here
+    found = _try(kernel, small, platform)
+    return found if isinstance(found, str) else None
+
+
 def _check_named(kernel: str, shape: AttentionShape | TowerShape, platform: Platform) -> None:
     """Refuse a kernel of the user that cannot run here."""
     facts: dict[str, Any] = dict(key="model.attention", found=kernel)
@@ -220,8 +253,7 @@ def _check_named(kernel: str, shape: AttentionShape | TowerShape, platform: Plat
             raise ConfigError(f": {lacking}", **facts, remedy=package)
     elif platform.is_cuda:
         activate(kernel)
-    small = replace(shape, tokens=min(shape.tokens, 256))  # its speed says nothing here
-    if isinstance(reason := _try(kernel, small, platform), str):
+    if reason := _failure(kernel, shape, platform):
         where = f"{platform.name} in {shape.dtype} for {shape}"
         problem = f": torch {torch.__version__} cannot compute it on {where} ({reason})"
         raise ConfigError(problem, **facts, remedy=remedy)

@@ -29,7 +29,7 @@ from megatron_vlm.family.spec import ModelSizes, TextSizes
 from megatron_vlm.family.tower_attention import set_kernel
 from megatron_vlm.hf.block_weight import BlockWeight, replace_parameter
 from megatron_vlm.hf.layer_backends import BACKENDS
-from megatron_vlm.model.attention_kernels import AttentionShape, TowerShape, choose_kernels
+from megatron_vlm.model.attention_kernels import TOWER, choose_kernels, shapes_of
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.delta_rule import choose_delta_rule
 from megatron_vlm.model.fused_ops import FusedOps, compiles
@@ -38,8 +38,6 @@ from megatron_vlm.model.layer_specs import BuildOptions, block_spec
 from megatron_vlm.model.offload_activations import ActivationOffload
 from megatron_vlm.model.rope import build_rotary
 from megatron_vlm.model.stage_model import StageModel
-
-_TOWER = "tower"  # its place among the kinds of attention
 
 
 def add_product(given_TI: Tensor, grad_TO: Tensor, total_OI: Tensor) -> None:
@@ -186,10 +184,7 @@ def build_chunks(
         # Memory of the host is allocated only once something is written there.
         config.use_cpu_initialization, unset_on = True, torch.device("cpu")
     chains = FusedOps.compile() if compiled else FusedOps()
-    shapes: dict[Any, AttentionShape | TowerShape] = {}
-    if not BACKENDS[cfg.model.backend].has_own_kernels:
-        shapes.update(AttentionShape.of_kinds(cfg, sizes.text, dims, config.params_dtype))
-        shapes[_TOWER] = TowerShape.of(cfg, sizes.vision, config.params_dtype)
+    shapes = shapes_of(cfg, sizes, dims, config.params_dtype)
     kernels = choose_kernels(cfg.model.attention, shapes, platform)
     rule = None
     if (net := sizes.text.delta_net) is not None:
@@ -204,7 +199,7 @@ def build_chunks(
         if grid.first and chunk == 0:
             again = cfg.model.recompute_vision
             tower = family.tower(hf_config, platform.device, again, chains.tower_heads)
-            set_kernel(tower, kernels.get(_TOWER, TORCH))
+            set_kernel(tower, kernels.get(TOWER, TORCH))
         dtype = None if BACKENDS[cfg.model.backend].fuses_norms else config.params_dtype
         model = StageModel(
             config,
@@ -223,6 +218,7 @@ def build_chunks(
             offload=offload,
         )
         check_built(model.config, dims)
+        model.kernels = kernels
         # Only parameters are cast: rotary frequencies are buffers and must stay in fp32.
         shared = {} if others is None else dict(others[chunk].named_parameters())
         for name, param in list(model.named_parameters()):

@@ -30,7 +30,6 @@ from megatron_vlm.family.decoder_layers import (
 from megatron_vlm.family.spec import TextSizes, Tokens
 from megatron_vlm.hf.layer_backends import BACKENDS
 from megatron_vlm.model.attention import CachedAttention, FusedSelfAttention, SDPACoreAttention
-from megatron_vlm.model.attention_kernels import passes_of
 from megatron_vlm.model.decoder_layer import DecoderLayer, ScaledDecoderLayer
 from megatron_vlm.model.delta_rule import DeltaRule
 from megatron_vlm.model.experts import ExpertMLP
@@ -49,15 +48,11 @@ class BuildOptions:
 
     backend: str
     chains: FusedOps
-    kernels: Mapping[tuple[Attention, bool], str]  # for each kind of attention, masked or not
+    kernels: Mapping[Any, str]  # for each kind of attention, masked or not
     expert_group: dist.ProcessGroup
     unset_on: torch.device  # device of the unset weights of experts
     tokens: Tokens
     delta_rule: DeltaRule | None = None
-
-    def kernels_of(self, attention: Attention) -> dict[bool, str]:
-        """Return the kernels of a kind of attention, with and without a mask."""
-        return {masked: self.kernels[attention, masked] for masked in passes_of(attention)}
 
 
 def _norm(options: BuildOptions, text: TextSizes) -> Any:
@@ -76,7 +71,7 @@ Builder = Callable[[BuildOptions, TextSizes, Any], dict[str, Any]]
 
 def _attention(options: BuildOptions, text: TextSizes, attention: FullAttention) -> dict[str, Any]:
     norm = _norm(options, text)
-    core = partial(SDPACoreAttention, kernels=options.kernels_of(attention))
+    core = partial(SDPACoreAttention, kernels=options.kernels, kind=attention)
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=partial(CachedAttention, core),
@@ -123,7 +118,7 @@ def _unscaled_attention(
     params = {
         "sizes": attention,
         "chains": options.chains,
-        "kernels": options.kernels_of(attention),
+        "kernels": options.kernels,
         "rotary_span": rotary_spans(text)[attention],
         "tokens": options.tokens,
     }

@@ -35,7 +35,7 @@ class UnscaledSelfAttention(MegatronModule):
         sizes: Attention,
         pg_collection: Any,
         chains: FusedOps,
-        kernels: Mapping[bool, str],
+        kernels: Mapping[Any, str],
         rotary_span: tuple[int, int],
         tokens: Tokens,
         **_: Any,
@@ -70,7 +70,7 @@ class UnscaledSelfAttention(MegatronModule):
         self.q_layernorm = Norm(chains, sizes.head_dim, eps)
         self.k_layernorm = Norm(chains, sizes.head_dim, eps)
         self.post_norm = Norm(chains, config.hidden_size, eps)
-        core = partial(SDPACoreAttention, kernels=kernels)
+        core = partial(SDPACoreAttention, kernels=kernels, kind=sizes)
         self.core_attention = CachedAttention(
             core, config, layer_number, softmax_scale=1.0, window=sizes.window
         )

@@ -42,8 +42,7 @@ def activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
         values += batch.patches_of_rank(dims.tp, model.share_images) * _patch_values(layout)
     if dims.is_last(place):
         norm = 1 if model.freeze_language else 2
-        is_picked = bool(kept) and sizes.text.ends_at_places
-        normed = batch.supervised if is_picked else tokens
+        normed = batch.supervised if kept and sizes.text.ends_at_places else tokens
         values += norm * normed * hidden + _kept_of_head(layout, batch)
     return values * layout.itemsize - offloaded_activations(layout, place, batch)
 

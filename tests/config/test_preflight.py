@@ -41,7 +41,7 @@ MISTAKES = {
     "train {ok} parallel.virtual_stages=2": "cuts each stage of a pipeline into chunks",
     "train {ok} parallel.pp=2 parallel.layers_per_stage=[1,9]": "adds up to 10, but the model has",
     "train {ok} parallel.tp=2 launch.processes=3": "launch.processes=3 is not a multiple of",
-    "train {ok} parallel.overlap_param_gather=true parallel.overlap_grad_reduce=false": "_gather=true",
+    "train {ok} parallel.overlap_param_gather=true parallel.overlap_grad_reduce=false": "gather",
     "train {ok} data.train=missing.jsonl": "data.train=missing.jsonl: there is no such file",
     "train {ok} data.train=missing.jsonl run=a": "a relative path begins in this folder, /",
     "train {ok} data.train=a\\b.jsonl": "file or folder; separate folders by /, as in a/b.jsonl",

@@ -3,6 +3,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
+from megatron_vlm.checkpoint import state_json
+from megatron_vlm.checkpoint.save_load import load, save
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
@@ -274,6 +278,45 @@ def test_decoder_and_tower_have_the_same_kernel(kernel, family, pool, tiny):
     assert len(found) > 4 and kernel in found
     names = [name for each in found for name in (each.values() if type(each) is dict else [each])]
     assert set(names) == {kernel}
+
+
+def kernels_after_a_resume(
+    worker: MegatronWorker, names: list[str], folder: Path
+) -> tuple[list[Any], list[str]]:
+    """Save with these kernels, and load into a worker on a GPU that has measured others."""
+    kinds, said = worker.chunks[0].kernels, list[str]()
+    measured = dict(kinds)
+    kinds.update(zip(kinds, names, strict=True))
+    save(worker, folder, {}).finish()
+    kinds.update(measured)
+    worker.platform = replace(worker.platform, name="cuda")
+    with (
+        mock.patch.object(Platform, "wait", lambda _: None),
+        mock.patch.object(state_json, "print_to_user", said.append),
+    ):
+        load(worker, folder)
+    return kernels_of_modules(worker), said
+
+
+def test_a_resume_keeps_the_kernels_of_its_checkpoint(pool, tiny, tmp_path):
+    """All ranks keep them, or none."""
+    path = tiny(TinyGemma4())
+    for names, kept in (
+        (["math", "flash", "math", "math"], True),
+        (["torch"] * 4, True),
+        (["math", "flash", "math", "fa4"], False),
+        (["math", "?", "math", "math"], False),
+    ):
+        folder = tmp_path / "-".join(names).replace("?", "x")
+        action = partial(kernels_after_a_resume, names=names, folder=folder)
+        (found, said), other = pool.run(call, 2, path, layout(tp=2), action)
+        assert other == (found, []) and len(found) > 4
+        expected = names if kept else ["torch"] * 4
+        for each in found:
+            assert each == expected[-1] if isinstance(each, str) else [*each.values()] == expected
+        how = "keeps" if kept else "cannot keep"
+        text = f"model.attention=auto {how} the kernels of {folder}: {names}"
+        assert [line[: len(text)] for line in said] == [text] * (names != ["torch"] * 4)
 
 
 def test_the_tower_prefers_its_kernel():
