@@ -15,7 +15,8 @@ many decades as the first moment: a weight with small gradients would else be di
 
 Shapes: W weights of a part of a tensor, B blocks of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -71,7 +72,7 @@ class Int8Moment:
 
     def write(self, start: int, values: Tensor, noise: Tensor | None) -> None:
         assert start % QUANTIZED_BLOCK == 0
-        values = values.sqrt() if self.is_root else values
+        values = square_root(values) if self.is_root else values
         padding = -len(values) % QUANTIZED_BLOCK
         blocks = torch.nn.functional.pad(values, (0, padding)).view(-1, QUANTIZED_BLOCK)
         scales_B = blocks.abs().amax(dim=1)
@@ -144,11 +145,20 @@ def code_tables(signed: bool) -> tuple[Tensor, Tensor]:
     return values, codes.amin(dim=0).int()
 
 
+def square_root(values: Tensor) -> Tensor:
+    """Return the roots, rounded to the nearest. MKL's of fp32, on a CPU, often are the next ones."""
+    return values.double().sqrt_().float()
+
+
+def noise_seed(step: int) -> int:
+    """Return what is added to the place of a weight before it is hashed."""
+    return step * 0x9E3779B97F4A7C15 % 2**64 - 2**63
+
+
 def noise_of(start: int, count: int, step: int, device: torch.device) -> Tensor:
     """Return a random number between 0 and 1 for each weight of the whole tensor from `start` on,
     in this step. It is a hash, the same on every device."""
-    seed = step * 0x9E3779B97F4A7C15 % 2**64
-    hashed = torch.arange(start, start + count, device=device) + (seed - 2**63)
+    hashed = torch.arange(start, start + count, device=device) + noise_seed(step)
     for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
         hashed ^= hashed >> 29
         hashed *= multiplier - 2**64
@@ -162,6 +172,17 @@ def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
     bits = values.contiguous().view(torch.int32) + (noise * 2**lost_bits).int()
     return ((bits >> lost_bits) << lost_bits).view(torch.float32).to(torch.bfloat16)
 
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a step does with all gradients, as the device has computed it."""
+
+    factor: Tensor  # by which they are multiplied, in fp32
+    skip: Tensor  # not 0: leave weights and moments as they are
+
+
+# Updates a part of a parameter: fused_adamw.py.
+Kernel = Callable[[Tensor, dict[str, Moment], Mapping[str, Any], int, Scaling, Tensor | None], None]
 
 # Weights whose moments are in fp32 at once: few kernels on a device, and a CPU's cache.
 _AT_ONCE = {"cuda": 2**14 * QUANTIZED_BLOCK, "cpu": 2**10 * QUANTIZED_BLOCK}
@@ -202,31 +223,44 @@ class RangedAdamW(torch.optim.Optimizer):
         """Update the weights from `start` on by these gradients, in whole blocks of 8 bits."""
         flat, end = param.detach().view(-1), start + len(grads)
         if self.spec.states == "fp32":
-            self._update_at_once(param, group, start, grads)
+            moments = (each.tensors[0][start:end] for each in self.moments(param).values())
+            self._update_values(param, group, start, grads, *moments)
             return
-        flat[start:end].mul_(1 - group["lr"] * group["weight_decay"])
         at_once = _AT_ONCE[flat.device.type]
         for first in range(start, end, at_once):
             last = min(first + at_once, end)
             self._update_moments(param, group, first, grads[first - start : last - start].float())
 
-    def _update_at_once(
-        self, param: Tensor, group: Mapping[str, Any], start: int, grads: Tensor
+    def _update_moments(
+        self, param: Tensor, group: Mapping[str, Any], start: int, grad: Tensor
     ) -> None:
-        """Update weights by torch's fused kernel."""
-        values = [param.detach().view(-1)]
-        for moment in self.moments(param).values():
-            assert isinstance(moment, FloatMoment)
-            values.append(moment.values_W)
-        weights, means, squares = ([each[start : start + len(grads)]] for each in values)
+        moments, step, end = self.moments(param), group["step"], start + len(grad)
+        mean, square = (each.read(start, end) for each in moments.values())
+        self._update_values(param, group, start, grad, mean, square)
+        moments["exp_avg"].write(start, mean, None)
+        noise = noise_of(self.starts[param] + start, end - start, step, param.device)
+        moments["exp_avg_sq"].write(start, square, noise)
+
+    def _update_values(
+        self,
+        param: Tensor,
+        group: Mapping[str, Any],
+        start: int,
+        grad: Tensor,
+        mean: Tensor,
+        square: Tensor,
+    ) -> None:
+        """Update the weights from `start` on, and these moments of them, by torch's fused
+        kernel."""
+        weights = param.detach().view(-1)[start : start + len(grad)]
         # The kernel adds 1 to the count, which is of this call alone.
         step = torch.tensor(float(group["step"] - 1), device=param.device)
         (beta1, beta2), lr = group["betas"], group["lr"]
         adamw(
-            weights,
-            [grads],
-            means,
-            squares,
+            [weights],
+            [grad],
+            [mean],
+            [square],
             [],
             [step],
             fused=True,
@@ -238,18 +272,3 @@ class RangedAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-    def _update_moments(
-        self, param: Tensor, group: Mapping[str, Any], start: int, grad: Tensor
-    ) -> None:
-        moments, step, end = self.moments(param), group["step"], start + len(grad)
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        mean = moments["exp_avg"].read(start, end).lerp_(grad, 1 - beta1)
-        square = moments["exp_avg_sq"].read(start, end).mul_(beta2)
-        square.addcmul_(grad, grad, value=1 - beta2)
-        root = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-        flat = param.detach().view(-1)
-        flat[start:end].addcdiv_(mean, root, value=-lr / (1 - beta1**step))
-        moments["exp_avg"].write(start, mean, None)
-        noise = noise_of(self.starts[param] + start, end - start, step, flat.device)
-        moments["exp_avg_sq"].write(start, square, noise)
