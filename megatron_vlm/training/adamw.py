@@ -18,13 +18,22 @@ Shapes: W weights of a part of a tensor, B blocks of them."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megatron_vlm.config.optimizer_spec import MIN_INT8_WEIGHTS, QUANTIZED_BLOCK, OptimizerSpec
+from megatron_vlm.config.optimizer_spec import (
+    MIN_INT8_WEIGHTS,
+    QUANTIZED_BLOCK,
+    STATE_NAMES,
+    OptimizerSpec,
+)
+from megatron_vlm.distributed.agreement import all_reduce_max
+from megatron_vlm.distributed.process import print_to_user
 
 _DECADES = 7
 _NOISE_BITS = 16
@@ -146,7 +155,7 @@ def code_tables(signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def square_root(values: Tensor) -> Tensor:
-    """Return the roots, rounded to the nearest. MKL's of fp32, on a CPU, often are the next ones."""
+    """Return the roots, rounded to the nearest. In fp32 MKL returns the next ones now and then."""
     return values.double().sqrt_().float()
 
 
@@ -180,9 +189,18 @@ class Scaling:
     factor: Tensor  # by which they are multiplied, in fp32
     skip: Tensor  # not 0: leave weights and moments as they are
 
+    @staticmethod
+    def without_effect(device: torch.device) -> "Scaling":
+        """Return the scaling of gradients that are applied as they are."""
+        return Scaling(
+            torch.ones((), device=device), torch.zeros((), dtype=torch.int, device=device)
+        )
 
-# Updates a part of a parameter: fused_adamw.py.
-Kernel = Callable[[Tensor, dict[str, Moment], Mapping[str, Any], int, Scaling, Tensor | None], None]
+
+# The kernel of fused_adamw.py, which updates a part of a parameter.
+Kernel = Callable[
+    [Tensor, Mapping[str, Moment], Mapping[str, Any], int, Scaling, Tensor | None], None
+]
 
 # Weights whose moments are in fp32 at once: few kernels on a device, and a CPU's cache.
 _AT_ONCE = {"cuda": 2**14 * QUANTIZED_BLOCK, "cpu": 2**10 * QUANTIZED_BLOCK}
@@ -190,15 +208,23 @@ _AT_ONCE = {"cuda": 2**14 * QUANTIZED_BLOCK, "cpu": 2**10 * QUANTIZED_BLOCK}
 
 class RangedAdamW(torch.optim.Optimizer):
     """AdamW that computes in fp32: torch's, where moments are stored in fp32. A parameter is a part
-    of a flattened one; `starts` has its offset there."""
+    of a flattened one; `starts` has its offset there. With a kernel a step also writes `copies`,
+    the weights of the model in bf16, and does what `scaling` says."""
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], spec: OptimizerSpec, starts: Mapping[Tensor, int]
+        self,
+        groups: Sequence[dict[str, Any]],
+        spec: OptimizerSpec,
+        starts: Mapping[Tensor, int],
+        kernel: Kernel | None = None,
+        copies: Mapping[Tensor, Tensor] | None = None,
     ):
         super().__init__([{"params": []}], {})
         # Megatron's parts of parameters are views, which torch would not take from outside.
         self.param_groups = list(groups)
         self.spec, self.starts = spec, starts
+        self.kernel, self.copies = kernel, copies or {}
+        self.scaling: Scaling | None = None  # None: gradients are taken as they are
 
     def moments(self, param: Tensor) -> dict[str, Moment]:
         """Return the moments of a parameter, which are zero before the first step."""
@@ -211,13 +237,19 @@ class RangedAdamW(torch.optim.Optimizer):
         self.count_step()
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
+                if param.grad is None:
+                    continue
+                if self.kernel is None:
                     self.update(param, group, 0, param.grad.detach().view(-1))
+                    continue
+                self.scaling = self.scaling or Scaling.without_effect(param.device)
+                given = self.moments(param), group, self.starts[param], self.scaling
+                self.kernel(param, *given, self.copies.get(param))
 
-    def count_step(self) -> None:
-        """Begin a step, in which each weight is updated at most once."""
+    def count_step(self, steps: int = 1) -> None:
+        """Begin a step, in which each weight is updated at most once; -1: it was skipped."""
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+            group["step"] = group.get("step", 0) + steps
 
     def update(self, param: Tensor, group: Mapping[str, Any], start: int, grads: Tensor) -> None:
         """Update the weights from `start` on by these gradients, in whole blocks of 8 bits."""
@@ -272,3 +304,46 @@ class RangedAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+_TRIED_WEIGHTS = 5000  # the last block is not full
+_MAX_DISTANCE = 1e-3  # relative to the norm: a code of 8 bits may be the next one
+
+
+def choose_kernel(states: str, device: torch.device) -> Kernel | None:
+    """Return the kernel that updates moments of this type, or None where there is none. A
+    collective on CUDA: all ranks take the same."""
+    if device.type != "cuda":
+        return None
+    reason = "Triton is not installed"
+    if find_spec("triton") is not None:
+        try:
+            from megatron_vlm.training.fused_adamw import update
+
+            distance = _distance(update, states, device)
+            reason = "" if distance < _MAX_DISTANCE else f"its weights are {distance:.1e} apart"
+        except Exception as error:  # a kernel that does not compile may raise anything
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    if not all_reduce_max(int(reason != "")):
+        return update
+    if dist.get_rank() == 0:
+        reason = reason or "another rank cannot run its kernel"
+        print_to_user(f"AdamW takes several kernels a step, and longer: {reason}")
+    return None
+
+
+def _distance(kernel: Kernel, states: str, device: torch.device) -> float:
+    """Return how far apart weights are after two steps with the kernel and without it."""
+    generator = torch.Generator().manual_seed(0)
+    start, grad = (torch.randn(_TRIED_WEIGHTS, generator=generator).to(device) for _ in range(2))
+    settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    found = []
+    for tried in (None, kernel):
+        weights = start.clone()
+        weights.grad = grad
+        spec = OptimizerSpec("AdamW", STATE_NAMES, states)
+        optimizer = RangedAdamW([{"params": [weights], **settings}], spec, {weights: 7}, tried)
+        optimizer.step()
+        optimizer.step()
+        found.append(weights)
+    return float((found[1] - found[0]).norm() / found[0].norm())

@@ -72,7 +72,7 @@ def _write_codes(
 
 
 @triton.jit(do_not_specialize=["start", "seed"])
-def adamw_kernel(
+def adamw_kernel(  # noqa: PLR0913
     weights,
     copies,  # the model's weights, as bits of bf16
     grads,

@@ -39,10 +39,11 @@ from megatron_vlm.hf.matrices import (
     matrix_blocks,
 )
 from megatron_vlm.hf.weight_map import Entry
-from megatron_vlm.training.adamw import Moment, moments_of
+from megatron_vlm.training.adamw import Moment, RangedAdamW, moments_of
 from megatron_vlm.training.optimizer_step import (
     MainWeight,
     SplitOptimizer,
+    copy_to_model,
     groups_with,
     main_weights,
 )
@@ -340,6 +341,9 @@ def use_muon(
         rest.param_groups = groups_with(groups, {each: each for each in others})
         muon = Muon(own_groups, optim, buckets, like)
         chained.optimizer = SplitOptimizer(groups, (muon, rest))
+        if isinstance(rest, RangedAdamW) and rest.kernel is not None:  # it writes only its own
+            own = [each for each in mains.values() if each.main in muon_mains]
+            chained._copy_main_params_to_model_params = partial(copy_to_model, own)
 
 
 # Matrices of a parameter, and the part that this rank updates, if it has any.

@@ -9,7 +9,7 @@ keeps the main weights on the device, unless Transformer Engine's AdamW is there
 nothing on a CPU, and because it has pinned memory for all gradients.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,12 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, OptimizerSpec
 from megatron_vlm.distributed.host_copies import Copied, HostStream, pinned_memory
-from megatron_vlm.training.adamw import RangedAdamW
+from megatron_vlm.training.adamw import Kernel, RangedAdamW
 from megatron_vlm.training.optimizer_step import (
     MainWeight,
     SplitOptimizer,
+    copy_to_model,
     groups_with,
     main_weights_of,
+    ranged_adamw,
 )
 
 
@@ -69,6 +71,7 @@ def offload_optimizer(
     params: Collection[nn.Parameter],
     fraction: float,
     spec: OptimizerSpec,
+    kernel: Kernel | None,
 ) -> None:
     """Move this fraction of the main weights and moments of an optimizer that was built with
     MainsWithoutMemory to the host. The other main weights get their values here."""
@@ -83,15 +86,12 @@ def offload_optimizer(
         ]
         for each in rounded:
             each.main.data = each.model_part.float().view_as(each.main)
-        starts = {each.main: each.start for each in weights if each.main not in mains}
-        chained.optimizer = OffloadedAdamW(chained.optimizer, starts, offloaded, spec)
-        # Megatron would copy all main weights to the model. The step copies the host's.
-        chained._copy_main_params_to_model_params = partial(_copy_to_model, rounded)
-
-
-def _copy_to_model(weights: Sequence[MainWeight]) -> None:
-    for each in weights:
-        each.model_part.copy_(each.main.view(-1))
+        kept = [each for each in weights if each.main not in mains]
+        chained.optimizer = OffloadedAdamW(chained.optimizer, kept, offloaded, spec, kernel)
+        # Megatron would copy all main weights to the model. The step copies the host's, and a
+        # kernel writes its own.
+        copied = [] if kernel else rounded
+        chained._copy_main_params_to_model_params = partial(copy_to_model, copied)
 
 
 class OffloadedAdamW(SplitOptimizer):
@@ -100,19 +100,20 @@ class OffloadedAdamW(SplitOptimizer):
     def __init__(
         self,
         megatrons: torch.optim.Optimizer,
-        starts: Mapping[Tensor, int],
+        kept: Sequence[MainWeight],
         offloaded: Sequence[MainWeight],
         spec: OptimizerSpec,
+        kernel: Kernel | None,
     ):
-        """Divide the parameters of Megatron's optimizer. `starts` has the device's, with
-        their offset in the whole parameter."""
+        """Divide the parameters of Megatron's optimizer into those that the device keeps, which a
+        kernel may update, and those that are offloaded."""
         groups: list[dict[str, Any]] = megatrons.param_groups
-        on_device = groups_with(groups, {each: each for each in starts})
+        on_device = groups_with(groups, {each.main: each.main for each in kept})
         device: torch.optim.Optimizer = megatrons
-        if spec.states == "fp32":
+        if spec.states == "fp32" and kernel is None:
             megatrons.param_groups = on_device
         else:
-            device = RangedAdamW(on_device, spec, starts)
+            device = ranged_adamw(on_device, kept, spec, kernel)
         # These fp32 copies are not pinned: what the device copies goes through other memory.
         values = {
             each.main: torch.empty(each.main.numel()).copy_(each.model_part) for each in offloaded

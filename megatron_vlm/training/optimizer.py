@@ -27,11 +27,17 @@ from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry
 from megatron_vlm.model.stage_model import StageModel
-from megatron_vlm.training.adamw import RangedAdamW
+from megatron_vlm.training.adamw import choose_kernel
 from megatron_vlm.training.comm_overlap import GradReduce
 from megatron_vlm.training.muon import use_muon
 from megatron_vlm.training.offload import MainsWithoutMemory, offload_optimizer
-from megatron_vlm.training.optimizer_step import AdamStep, main_weights, set_adam
+from megatron_vlm.training.optimizer_step import (
+    AdamStep,
+    copy_to_model,
+    main_weights_of,
+    ranged_adamw,
+    set_adam,
+)
 
 
 def shards_optimizer(cfg: Config, grid: RankGroups) -> bool:
@@ -129,18 +135,23 @@ def build_optimizer(
             config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
         )
     set_adam(optimizer, AdamStep.from_config(optim))
+    kernel = choose_kernel(spec.states, next(iter(entries)).device)
     if spec.states == "fp32":
         for group in optimizer.param_groups:
             if "foreach" in group:  # torch's AdamW: neither TE nor Apex provides a fused one
                 group["fused"] = True
     if optim.offload:
-        offload_optimizer(optimizer, list(entries), optim.offload, spec)
-    elif spec.states != "fp32":
-        # The groups stay the same objects, because Megatron's optimizers keep them as well.
-        starts = {each.main: each.start for each in main_weights(optimizer, list(entries))}
+        offload_optimizer(optimizer, list(entries), optim.offload, spec, kernel)
+    elif spec.states != "fp32" or kernel is not None:
         for chained in optimizer.chained_optimizers:
-            if not chained.is_stub_optimizer:
-                chained.optimizer = RangedAdamW(chained.optimizer.param_groups, spec, starts)
+            if chained.is_stub_optimizer:
+                continue
+            weights = list(main_weights_of(chained, list(entries)))
+            # The groups stay the same objects, because Megatron's optimizers keep them as well.
+            groups = chained.optimizer.param_groups
+            chained.optimizer = ranged_adamw(groups, weights, spec, kernel)
+            if kernel is not None:  # it has written them
+                chained._copy_main_params_to_model_params = partial(copy_to_model, [])
     if spec.matrix_state_names:
         use_muon(optimizer, optim, entries, grid)
     return optimizer

@@ -15,11 +15,12 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_vlm.config.optimizer_spec import ADAM_SETTINGS, optimizer_spec
+from megatron_vlm.config.optimizer_spec import ADAM_SETTINGS, OptimizerSpec, optimizer_spec
 from megatron_vlm.config.schema import OptimConfig
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.megatron_versions import grads_for_norm
+from megatron_vlm.training.adamw import Kernel, RangedAdamW, Scaling
 from megatron_vlm.training.comm_overlap import WeightGather
 
 
@@ -81,6 +82,26 @@ def groups_with(groups: Sequence[dict[str, Any]], params: Mapping[Tensor, Tensor
         {**group, "params": [params[each] for each in group["params"] if each in params]}
         for group in groups
     ]
+
+
+def ranged_adamw(
+    groups: Sequence[dict[str, Any]],
+    weights: Sequence[MainWeight],
+    spec: OptimizerSpec,
+    kernel: Kernel | None,
+) -> RangedAdamW:
+    """Return AdamW over these weights. A kernel also writes the model's in bf16."""
+    rounded = [each for each in weights if kernel and each.param.dtype == torch.bfloat16]
+    starts = {each.main: each.start for each in weights}
+    return RangedAdamW(
+        groups, spec, starts, kernel, {each.main: each.model_part for each in rounded}
+    )
+
+
+def copy_to_model(weights: Sequence[MainWeight]) -> None:
+    """Copy main weights to the model, rounded to its type."""
+    for each in weights:
+        each.model_part.copy_(each.main.view(-1))
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
@@ -216,6 +237,7 @@ def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:
         group["weight_decay"] = adam.weight_decay * group["wd_mult"]
 
 
+@torch.no_grad()
 def apply_gradients(
     optimizer: MegatronOptimizer,
     gather: WeightGather,
@@ -227,21 +249,56 @@ def apply_gradients(
     their norm before clipping. Apply nothing if it is not finite: Megatron checks that only with a
     loss scaler."""
     optimizer.prepare_grads()
-    norm = gradient_norm(optimizer, grid, device)
-    if math.isfinite(norm):
-        gather.finish()  # for weights that no forward waited for, e.g. without images
+    squared, norm = squared_norm(optimizer, grid, device), None
+    inner = list(inner_optimizers(optimizer))
+    if all(map(_skips_on_device, inner)):
+        _scale_on_device(inner, squared.double().sqrt(), limit)
+    else:
+        norm = float(squared) ** 0.5
+        if not math.isfinite(norm):
+            return norm
         _clip(optimizer, norm, limit)
-        optimizer.step_with_ready_grads()
-        gather.start()
+    gather.finish()  # for weights that no forward waited for, e.g. without images
+    optimizer.step_with_ready_grads()
+    gather.start()
+    if norm is None:
+        norm = float(squared) ** 0.5  # waits once, when all work of the step is queued
+        for each in inner:
+            if isinstance(each, RangedAdamW) and not math.isfinite(norm):
+                each.count_step(-1)
     return norm
 
 
+def _skips_on_device(inner: torch.optim.Optimizer) -> bool:
+    """Return whether the device itself finds out that a step of an optimizer is to be skipped."""
+    if isinstance(inner, RangedAdamW):
+        return inner.kernel is not None
+    on_cuda = all(each.is_cuda for group in inner.param_groups for each in group["params"])
+    return isinstance(inner, torch.optim.Adam) and on_cuda  # torch's fused kernel
+
+
+def _scale_on_device(inner: Sequence[torch.optim.Optimizer], norm: Tensor, limit: float) -> None:
+    """Let a step clip the gradients to a norm of at most `limit`, as `_clip` does, and let it skip
+    them if the norm is not finite."""
+    factor = (limit / (norm + 1e-6)).clamp(max=1) if limit > 0 else torch.ones_like(norm)
+    scaling = Scaling(factor.float(), (~norm.isfinite()).int())
+    for each in inner:
+        if isinstance(each, RangedAdamW):
+            each.scaling = scaling
+            continue
+        each.found_inf = scaling.skip.float()  # type: ignore[attr-defined]
+        params = [param for group in each.param_groups for param in group["params"]]
+        if grads := [param.grad for param in params if param.grad is not None]:
+            torch._foreach_mul_(grads, scaling.factor)
+
+
 @torch.no_grad()
-def gradient_norm(optimizer: MegatronOptimizer, grid: RankGroups, device: torch.device) -> float:
-    """Return the norm of all gradients, the same on every rank. A collective.
+def squared_norm(optimizer: MegatronOptimizer, grid: RankGroups, device: torch.device) -> Tensor:
+    """Return the square of the norm of all gradients, the same on every rank, on the device. A
+    collective.
 
     If neither Transformer Engine nor Apex is installed, Megatron's own function waits for the norm
-    of each tensor, one after the other; here the host waits once."""
+    of each tensor, one after the other."""
     parts = optimizer.chained_optimizers
     if grid.ep.size == 1:
         squared, group = _sum_of_squares(parts, device), optimizer.get_grad_stats_parallel_group()
@@ -254,7 +311,7 @@ def gradient_norm(optimizer: MegatronOptimizer, grid: RankGroups, device: torch.
             copies = 1 if sharded else (grid.edp if _has_experts(part) else grid.dp).size
             squared += _sum_of_squares([part], device) / copies
     dist.all_reduce(squared, group=group)
-    return float(squared) ** 0.5
+    return squared
 
 
 def _sum_of_squares(parts: Sequence[MegatronOptimizer], device: torch.device) -> Tensor:
