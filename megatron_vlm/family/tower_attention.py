@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_vlm.family.attention_limits import WIDEST_OF_FLASH
 from megatron_vlm.family.cpu_matmul import with_mkl
 from megatron_vlm.family.flash_attention import TORCH, is_flash, prefer_kernel
 from megatron_vlm.family.spec import TowerHeads
@@ -70,10 +71,10 @@ def attend_in_frames(
         return attend_by_runs(query_PND, key_PND, value_PND, lengths, scale)
 
 
-def takes_lengths(query_PND: Tensor) -> bool:
-    """Return whether FlashAttention takes sequences of any lengths with such heads."""
-    is_flash = query_PND.is_cuda and query_PND.dtype is torch.bfloat16
-    return is_flash and query_PND.shape[-1] % 8 == 0
+def takes_lengths(query: Tensor) -> bool:
+    """Return whether FlashAttention takes sequences of any lengths with such heads [..., D]."""
+    width, is_flash = query.shape[-1], query.is_cuda and query.dtype is torch.bfloat16
+    return is_flash and width % 8 == 0 and width <= WIDEST_OF_FLASH
 
 
 def attend_at_once(

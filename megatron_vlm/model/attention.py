@@ -21,6 +21,7 @@ from megatron_vlm.family.decoder_layers import Attention
 from megatron_vlm.family.flash_attention import TORCH, prefer_kernel
 from megatron_vlm.model.attention_kernels import attend
 from megatron_vlm.model.decoder_layer import PassContext
+from megatron_vlm.model.flash_windows import Window, window_attention
 from megatron_vlm.model.fused_ops import FusedOps, gate_output
 
 
@@ -55,8 +56,8 @@ class FusedSelfAttention(SelfAttention):
 
 
 class SDPACoreAttention(MegatronModule):
-    """Attention among the tokens of a pass, causal without a mask. `kernels` has the kernel of each
-    kind of attention in passes without a mask and, where that occurs, in those with one. A run that
+    """Attention among the tokens of a pass, causal without a mask or a window. `kernels` has the
+    kernel of each kind of attention in causal passes and, where these occur, in others. A run that
     resumes may still change them."""
 
     def __init__(
@@ -77,8 +78,12 @@ class SDPACoreAttention(MegatronModule):
         key_SBGD: Tensor,
         value_SBGD: Tensor,
         mask_B1SS: Tensor | None = None,
+        window: Window | None = None,
         **_: Any,
     ) -> Tensor:
+        if window is not None:
+            heads = query_SBND, key_SBGD, value_SBGD
+            return window_attention(*heads, window, self.softmax_scale)
         compute = partial(attend, mask_B1SS=mask_B1SS, scale=self.softmax_scale)
         parts = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
         with prefer_kernel(self.kernels[self.kind, mask_B1SS is not None]):

@@ -36,6 +36,7 @@ from megatron_vlm.family.flash_attention import (
 from megatron_vlm.family.spec import ModelSizes, TextSizes, VisionSizes
 from megatron_vlm.family.tower_attention import attend_at_once, attend_by_runs, takes_lengths
 from megatron_vlm.hf.layer_backends import BACKENDS
+from megatron_vlm.model.flash_windows import Window, window_attention
 
 MEASURED = ("flash", "efficient", "cudnn")  # math is left out: it stores a matrix of scores
 LENGTHS = 3  # number of lengths to try; each is new, as a micro-batch's length is
@@ -57,10 +58,10 @@ class AttentionShape:
     head_dim: int
     layers: int  # layers of a stage
     dtype: torch.dtype
-    masked: bool = False
+    window: int | None = None  # a window, which needs a mask in other kernels
 
     def __str__(self) -> str:
-        return f"heads of {self.head_dim}{' with a mask' * self.masked}"
+        return f"heads of {self.head_dim}{' in a window' * (self.window is not None)}"
 
     def prepare(self, number: int, device: torch.device) -> Call:
         """Return a call with new inputs. Each number has a length of its own."""
@@ -68,18 +69,27 @@ class AttentionShape:
         zeros = partial(torch.zeros, dtype=self.dtype, device=device, requires_grad=True)
         counts = (self.heads, self.kv_heads, self.kv_heads)
         query, key, value = (zeros(self.rows, n, tokens, self.head_dim) for n in counts)
-        mask_B1SS = None
-        if self.masked:
+        if self.window is None:
+            return lambda kernel: attend(query, key, value)
+        window = Window(self.window)
+
+        def call(kernel: str) -> Tensor:
+            # Here only this kernel is allowed, where layers would prefer it.
+            if is_flash(kernel) and takes_lengths(query):
+                query_SBND, *keys = (x.permute(2, 0, 1, 3) for x in (query, key, value))
+                return window_attention(query_SBND, keys[0], keys[1], window, None)
             sees = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device)
             mask_B1SS = as_added(sees.expand(self.rows, -1, -1, -1), self.dtype)
-        return lambda kernel: attend(query, key, value, mask_B1SS)
+            return attend(query, key, value, mask_B1SS)
+
+        return call
 
     @staticmethod
     def of_kinds(
         cfg: Config, text: TextSizes, dims: ParallelDims, dtype: torch.dtype
     ) -> "dict[tuple[Attention, bool], AttentionShape]":
-        """Return the shape that training will have of each kind of attention, with and without a
-        mask where both occur, for rows of a usual length."""
+        """Return the shape that training will have of each kind of attention, causal and in a
+        window where both occur, for rows of a usual length."""
         tokens = min(cfg.data.max_tokens, MAX_TRIED_TOKENS)
         rows, max_batch_tokens = cfg.train.micro_batch_size, cfg.train.micro_batch_tokens
         if max_batch_tokens is not None:
@@ -93,7 +103,7 @@ class AttentionShape:
                 *(rows, each.heads // dims.tp, each.kv_heads // dims.tp, tokens, each.head_dim),
                 max(stage[each] for stage in stages),
                 dtype,
-                masked,
+                each.window if masked else None,
             )
             for each in text.attentions
             for masked in passes_of(each)
@@ -148,7 +158,7 @@ def shapes_of(cfg: Config, sizes: ModelSizes, dims: ParallelDims, dtype: torch.d
 
 
 def passes_of(attention: Attention) -> tuple[bool, ...]:
-    """Return whether its passes have a mask: a window needs one for pictures and long rows."""
+    """Return whether its passes are more than causal: a window is, for pictures and long rows."""
     return (False,) if attention.window is None else (False, True)
 
 

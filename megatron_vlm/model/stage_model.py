@@ -20,6 +20,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.decoder_layer import PassContext
+from megatron_vlm.model.flash_windows import Pictures
 from megatron_vlm.model.head import Head, HeadOutput, OutputLayer, Targets, log_probs_head
 from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.offload_activations import ActivationOffload, OffloadPass
@@ -99,9 +100,9 @@ class StageModel(GPTModel):
 
         A caller that knows these values on the host passes them from there, so that the host does
         not wait for the device: `visuals` from `plan_visuals` in place of the grids; on each stage,
-        whether the micro-batch `has_visuals`; as loss_mask the places [N] that it would pick in the
-        flattened [S * B], with their `targets` in place of labels; and as `routing` the real
-        tokens, for a model with experts.
+        whether the micro-batch `has_visuals`, and for attention in windows its `pictures`; as
+        loss_mask the places [N] that it would pick in the flattened [S * B], with their `targets`
+        in place of labels; and as `routing` the real tokens, for a model with experts.
 
         Rows are padded on the right, so no mask of padding is needed. Hugging Face's
         attention_mask [B, S] is accepted, and refused where rows are not padded on the right.
@@ -115,6 +116,7 @@ class StageModel(GPTModel):
             )
         routing: Routing | None = head.pop("routing", None)
         has_visuals: bool = head.pop("has_visuals", True)
+        pictures: Pictures | None = head.pop("pictures", None)
         if attention_mask is not None:
             _check_right_padded(attention_mask)
             routing = routing or Routing(_places(attention_mask.bool()))
@@ -136,9 +138,8 @@ class StageModel(GPTModel):
         offload = self._begin_offload()
         places = head.get("loss_mask") if self.ends_at_places and cache is None else None
         places_N = places if places is not None and places.dim() == 1 else None
-        given = PassContext(
-            input_ids, routing or Routing(), cache, offload, has_visuals, places_N=places_N
-        )
+        more: dict[str, Any] = {"places_N": places_N, "pictures": pictures}
+        given = PassContext(input_ids, routing or Routing(), cache, offload, has_visuals, **more)
         with nullcontext() if offload is None else offload.saving():
             output = super().forward(
                 input_ids,

@@ -7,7 +7,7 @@ rank, D head size, F rotated pairs of a head, Q outputs of the first linear."""
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_vlm.family.decoder_layers import Attention
+from megatron_vlm.family.flash_attention import is_flash
 from megatron_vlm.family.spec import Tokens
+from megatron_vlm.family.tower_attention import takes_lengths
 from megatron_vlm.model.attention import CachedAttention, SDPACoreAttention
 from megatron_vlm.model.attention_kernels import as_added
 from megatron_vlm.model.decoder_layer import PassContext
+from megatron_vlm.model.flash_windows import Window
 from megatron_vlm.model.fused_ops import FusedOps, Norm, rotate
 
 
@@ -74,6 +77,7 @@ class UnscaledSelfAttention(MegatronModule):
         self.core_attention = CachedAttention(
             core, config, layer_number, softmax_scale=1.0, window=sizes.window
         )
+        self.kernels = kernels
         self.recompute = config.recompute_granularity == "selective"
 
     def forward(
@@ -83,7 +87,9 @@ class UnscaledSelfAttention(MegatronModule):
         mixed_SBQ, _bias = self.linear_qkv(hidden_SBH)
         first, last = self.span
         heads = self._heads(mixed_SBQ, *rotary_pos_emb[..., first:last])
-        attend, mask = self.core_attention, self._mask(hidden_SBH.dtype)
+        window, core = self._window(heads[0]), cast(Any, self.core_attention)
+        mask = self._mask(hidden_SBH.dtype) if window is None else None
+        attend = partial(core, window=window)
         if self.recompute and self.training and torch.is_grad_enabled():
             out_SBQ = checkpoint(attend, False, *heads, mask)
         else:
@@ -105,22 +111,45 @@ class UnscaledSelfAttention(MegatronModule):
         query_SBND = rotate(self.q_layernorm(query_SBGXD.flatten(-3, -2)), cos_SBF, sin_SBF)
         return query_SBND, rotate(self.k_layernorm(key_SBGD), cos_SBF, sin_SBF), value_SBGD
 
+    def _window(self, query_SBND: Tensor) -> Window | None:
+        """Return the window of this pass, if FlashAttention computes it without a mask."""
+        masked, pictures = self._masked(), self._context.pictures
+        if masked is None or not takes_lengths(query_SBND):
+            return None
+        window, sees_image = masked
+        # A caller may not know the pictures on the host.
+        is_known = not sees_image or pictures is not None
+        if not is_known or not is_flash(self.kernels[True]):
+            return None
+        return Window(window, pictures if sees_image else None)
+
     def _mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask of this pass, or None where attention is causal or reads the cache. What
-        decides is known on the host, which does not wait for the device."""
-        context: PassContext | None = self.core_attention.context
-        assert context is not None
-        in_decode = context.cache is not None and not context.cache.in_prefill
-        window, sees_image = self.sizes.window, self.sizes.sees_image and context.has_visuals
-        if window is None or in_decode:
+        """Return the mask of this pass, or None where attention is causal or reads the cache."""
+        key, context = self._masked(), self._context
+        if key is None:
             return None
-        if not needs_mask(context.ids_BS.shape[1], window, sees_image):
-            return None
-        key = (window, sees_image)
         if key not in context.masks:
-            sees_B1SS = window_mask(context.ids_BS, self.tokens, window, sees_image)
+            sees_B1SS = window_mask(context.ids_BS, self.tokens, *key)
             context.masks[key] = as_added(sees_B1SS, dtype)
         return context.masks[key]
+
+    def _masked(self) -> tuple[int, bool] | None:
+        """Return the window of this pass and whether images see both ways, or None where attention
+        is causal or reads the cache. What decides is known on the host, which does not wait for the
+        device."""
+        context, window = self._context, self.sizes.window
+        in_decode = context.cache is not None and not context.cache.in_prefill
+        sees_image = self.sizes.sees_image and context.has_visuals
+        if window is None or in_decode:
+            return None
+        is_masked = needs_mask(context.ids_BS.shape[1], window, sees_image)
+        return (window, sees_image) if is_masked else None
+
+    @property
+    def _context(self) -> PassContext:
+        context: PassContext | None = self.core_attention.context
+        assert context is not None
+        return context
 
 
 def needs_mask(tokens: int, window: int, sees_image: bool) -> bool:

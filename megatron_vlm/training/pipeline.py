@@ -134,6 +134,7 @@ class Stage:
             pixel_values_videos=self.pixels.videos(batch.pixel_values_videos_PC),
             visuals=batch.visuals,
             has_visuals=batch.host.visual,
+            pictures=batch.pictures,
             routing=batch.routing,
             **more,
         )

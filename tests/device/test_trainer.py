@@ -53,6 +53,7 @@ CASES: dict[str, Case] = {
     "dp2": replace(layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True), train=FP32),
     "qwen3_5": replace(layout(tp=2, recompute_vision=True), train=BF16),
     "gemma4": replace(layout(tp=2, recompute_vision=True), train=FP32),
+    "gemma4-bf16": replace(layout(recompute="selective"), train=BF16),
     "offload": replace(layout(offload_activations=0.5), train=BF16),
     "offload-optimizer": replace(layout(), train=BF16, optim={"offload": 1.0}),
     "int8-moments": replace(layout(), train=BF16, optim={"states": "int8"}),
@@ -134,7 +135,7 @@ def cases(quick: str | None, *full: str) -> list[Any]:
 @pytest.mark.parametrize("name", cases("offload-optimizer", "tp2", "qwen3_5", "gemma4", "offload"))
 def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny, tmp_path):
     case, rows = CASES[name], make_rows(MIXED)
-    if name == "gemma4":  # its pictures, and text within a window and beyond it, are masked apart
+    if "gemma4" in name:  # its pictures, and text within a window and beyond it, are masked apart
         path, rows = TinyGemma4(layers=2).write(tmp_path / "model"), gemma4.make_rows()
     else:
         path = tiny(**SIZES.get(name, SHALLOW))

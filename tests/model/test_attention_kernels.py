@@ -86,8 +86,8 @@ def test_a_window_is_tried_with_and_without_its_mask():
     text = gemma4_sizes(TinyGemma4().config()).text
     dims = ParallelDims(tp=2, pp=1, dp=1, ep=1, layers_per_stage=(4,))
     shapes = AttentionShape.of_kinds(Config(model=ModelConfig("x")), text, dims, torch.bfloat16)
-    found = [(s.heads, s.kv_heads, s.head_dim, s.layers, s.masked) for s in shapes.values()]
-    assert found == [(2, 2, 16, 2, False), (2, 2, 16, 2, True), (2, 1, 32, 2, False)]
+    found = [(s.heads, s.kv_heads, s.head_dim, s.layers, s.window) for s in shapes.values()]
+    assert found == [(2, 2, 16, 2, None), (2, 2, 16, 2, 8), (2, 1, 32, 2, None)]
 
 
 def shape_of_call(query: Tensor, key: Tensor, *_: Tensor, **given: Any) -> tuple[bool, ...]:
@@ -102,7 +102,7 @@ def shape_of_call(query: Tensor, key: Tensor, *_: Tensor, **given: Any) -> tuple
     ("changes", "expected"),
     [
         ({}, (False, True)),
-        ({"masked": True}, (True, False)),
+        ({"window": 9}, (True, False)),
         ({"head_dim": 257}, (False, False)),
         ({"head_dim": 256}, (False, True)),
     ],

@@ -14,6 +14,7 @@ from megatron_vlm.data.tokens.row import continue_row
 from megatron_vlm.model import windowed_attention
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import TOLERANCE, errors, layout
+from tests.support import varlen
 from tests.support.comparison import check_worst
 from tests.support.gemma4 import (
     MIXED,
@@ -75,6 +76,17 @@ CASES: dict[str, Any] = {
 }
 
 
+# Windows that FlashAttention computes, which runs as plain math here.
+SHARED_KEYS = replace(DENSE, kv_heads=2)
+FLASH: dict[str, Any] = {
+    "tp2-pp2-selective": (layout(tp=2, pp=2, recompute="selective"), SHARED_KEYS, MIXED),
+    "edges": full(layout(), DENSE, EDGES),
+    "pp2-recompute": full(layout(pp=2, recompute="full"), SHARED_KEYS, EDGES),
+    "pp2x2": full(layout(pp=2, virtual_stages=2), TinyGemma4(layers=8), MIXED),
+    "offload": full(layout(offload_activations=1.0), DENSE, MIXED),
+}
+
+
 def without_constants(outcomes: list[Outcome]) -> list[Outcome]:
     """Return the outcomes with the gradients that transformers has: it keeps what never learns as
     buffers."""
@@ -90,6 +102,23 @@ def without_constants(outcomes: list[Outcome]) -> list[Outcome]:
 @pytest.mark.parametrize(("case", "sizes", "specs"), CASES.values(), ids=CASES)
 def test_equals_hugging_face(case, sizes, specs, tiny, pool, record_property):
     outcomes = pool.run(loss_and_grads, case.world, tiny(sizes), case, make_rows(specs))
+    deviations = errors(without_constants(outcomes), reference_of(sizes, specs), case)
+    check_worst(deviations, TOLERANCE, record_property)
+
+
+def without_masks(path: str, case: Any, rows: Any) -> Outcome:
+    varlen.register()
+    never = mock.Mock(side_effect=AssertionError("a mask was made"))
+    with (
+        mock.patch.object(windowed_attention, "takes_lengths", lambda _: True),
+        mock.patch.object(windowed_attention, "window_mask", never),
+    ):
+        return loss_and_grads(path, case, rows)
+
+
+@pytest.mark.parametrize(("case", "sizes", "specs"), FLASH.values(), ids=FLASH)
+def test_windows_without_masks_equal_hugging_face(case, sizes, specs, tiny, pool, record_property):
+    outcomes = pool.run(without_masks, case.world, tiny(sizes), case, make_rows(specs))
     deviations = errors(without_constants(outcomes), reference_of(sizes, specs), case)
     check_worst(deviations, TOLERANCE, record_property)
 

@@ -52,7 +52,7 @@ def _joined(rows: list[Tensor], given: dict[str, Any], like: Tensor) -> Tensor:
     return whole.to(like.dtype)
 
 
-def _module(calls: Calls) -> ModuleType:
+def plain_module(calls: Any) -> ModuleType:
     """The package's module, which notes its calls."""
     module: Any = ModuleType("flash_attn.cute.interface")
 
@@ -102,7 +102,7 @@ def flash_attention4() -> Iterator[Calls]:
     """Have it installed inside the context; give the arguments of its calls."""
     calls: Calls = []
     names = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
-    modules = {name: ModuleType(name) for name in names[:2]} | {names[2]: _module(calls)}
+    modules = {name: ModuleType(name) for name in names[:2]} | {names[2]: plain_module(calls)}
     _fa4._fa4_import_module.cache_clear()
 
     def rows(query: Tensor, key: Tensor, value: Tensor, *given: Any, **more: Any) -> Any:

@@ -1,0 +1,110 @@
+# .venv/bin/python -m pytest tests/model/test_flash_windows.py
+"""Attention in windows by FlashAttention equals attention with today's mask, and its gradients."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vlm.family.gemma4.model import gemma4_sizes
+from megatron_vlm.family.spec import Tokens
+from megatron_vlm.model import flash_windows
+from megatron_vlm.model.attention_kernels import as_added, attend
+from megatron_vlm.model.flash_windows import Pictures, Window, window_attention
+from megatron_vlm.model.windowed_attention import window_mask
+from tests.support import varlen
+from tests.support.gemma4 import IMAGE, VIDEO, TinyGemma4
+
+SCALE = 0.4
+TOLERANCE = 2e-6  # of norms
+# Window, and rows in which t is text, and i and v are tokens of a picture and a frame.
+CASES: dict[str, tuple[int, list[str]]] = {
+    "longer pictures": (5, ["ttiiiiiiiiittttvvvvvvt", "tiiiiiiiiiiiiiiiiiitttt"]),
+    "a window's length": (6, ["tiiiiitiiiiiitiiiiiiit", "ttttttvvvvvtvvvvvvtvvv"]),
+    "a wider window": (64, ["tiiiitttvvvvtiit", "tttttiiiiiiiit"]),
+    "first and last": (7, ["iiiitttttttttttiiiii", "vvvvvvvvvvvvvvvvvvvv"]),
+    "at a row's end": (4, ["ttttiiiiii", "iiiiiitttt", "tttttttttt"]),
+    "of one token": (3, ["tititttt", "ttttvtit"]),
+    "one of many": (9, ["tttttttttttttttttttttttttt", "tttttttttttttiiitttt"]),
+    "text": (7, ["t" * 40, "t" * 23]),
+}
+
+
+def ids_of(rows: list[str]) -> Tensor:
+    ids = {"t": 7, "i": IMAGE, "v": VIDEO}
+    longest = max(map(len, rows))  # rows are padded on the right
+    return torch.tensor([[ids[each] for each in row] + [0] * (longest - len(row)) for row in rows])
+
+
+def tokens() -> Tokens:
+    return gemma4_sizes(TinyGemma4().config()).tokens
+
+
+def results(call: Callable[..., Tensor], rows: int, length: int) -> list[Tensor]:
+    """Return the output and the gradients of query, key and value."""
+    generator = torch.Generator().manual_seed(rows + length)
+    parts = [
+        torch.randn(length, rows, heads, 8, generator=generator, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+    slope = torch.randn(length, rows, 32, generator=generator)
+    out = call(*parts)
+    return [out.detach(), *torch.autograd.grad((out * slope).sum(), parts)]
+
+
+def by_mask(ids_BS: Tensor, window: int, sees_image: bool) -> list[Tensor]:
+    mask = as_added(window_mask(ids_BS, tokens(), window, sees_image), torch.float)
+
+    def call(*parts: Tensor) -> Tensor:
+        out = attend(*(x.permute(1, 2, 0, 3) for x in parts), mask, SCALE)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    return results(call, *ids_BS.shape)
+
+
+def apart(window: int, rows: list[str]) -> float:
+    """Return the largest deviation of an output or a gradient."""
+    varlen.register()
+    ids_BS = ids_of(rows)
+    has_pictures = any(row.strip("t") for row in rows)
+    expected = by_mask(ids_BS, window, has_pictures)
+    pictures = Pictures.of_rows(ids_BS, tokens()) if has_pictures else None
+    given = Window(window, pictures)
+    found = results(lambda *parts: window_attention(*parts, given, SCALE), *ids_BS.shape)
+    pairs = zip(found, expected, strict=True)
+    return max(float((ours - mask).norm() / mask.norm()) for ours, mask in pairs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_mask(name, record_property):
+    worst = apart(*CASES[name])
+    record_property("worst", worst)
+    assert worst <= TOLERANCE  # measured: 2.5e-7
+
+
+def wider(*given: Any) -> Any:
+    starts, longest, left, scale = given
+    return RIGHT(starts, longest, left + (left >= 0), scale)
+
+
+def forwards(*given: Any, **named: Any) -> Tensor:
+    made = ARANGE(*given, **named)
+    return made.flip(0) if given[2:] == (-1,) else made
+
+
+RIGHT, ARANGE = flash_windows._FlashCall, torch.arange
+MUTANTS: dict[str, Any] = {
+    "window one too wide": (flash_windows, "_FlashCall", wider),
+    "pictures not reversed": (torch, "arange", forwards),
+    "outputs added": (torch, "logaddexp", lambda near, later: torch.zeros_like(near)),
+    "the first call's output": (torch, "logaddexp", lambda near, later: near),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_notices(name):
+    with mock.patch.object(*MUTANTS[name]):
+        assert apart(*CASES["a window's length"]) > 100 * TOLERANCE
