@@ -14,6 +14,7 @@ from gpu.step import Figures
 from torch import Tensor
 
 from megatron_vlm.model.experts import times_grouped, times_in_turn
+from megatron_vlm.model.router import RowCounts
 
 # bf16 has three digits. Measured on a CPU: 1.7e-3.
 BOUND = 5e-3
@@ -58,12 +59,16 @@ def experts(figures: Figures) -> None:
             _measure(figures, f"{layer}, {name}", program, given, exact)
 
 
-def _own(times: Callable[[Tensor, Tensor, Sequence[int]], Tensor]) -> Program:
+def _own(times: Callable[[Tensor, Tensor, RowCounts], Tensor]) -> Program:
     """Return one of this package's products."""
 
     def prepare(weight_eOI: Tensor) -> tuple[Times, list[Tensor]]:
         weight = weight_eOI.detach().requires_grad_()
-        return lambda x_MI, counts: times(x_MI, weight, counts), [weight]
+
+        def call(x_MI: Tensor, counts: Sequence[int]) -> Tensor:
+            return times(x_MI, weight, RowCounts(torch.tensor(counts, device=x_MI.device)))
+
+        return call, [weight]
 
     return prepare
 
@@ -83,10 +88,10 @@ def _programs(figures: Figures, layer: str) -> dict[str, Program]:
     return found
 
 
-def _times_megatron(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
+def _times_megatron(x_MI: Tensor, weight_eOI: Tensor, counts: RowCounts) -> Tensor:
     from megatron.core.transformer.moe.grouped_gemm_util import ops
 
-    out_MO: Tensor = ops.gmm(x_MI, weight_eOI, torch.tensor(counts), trans_b=True)
+    out_MO: Tensor = ops.gmm(x_MI, weight_eOI, counts.counts_E.cpu(), trans_b=True)
     return out_MO
 
 

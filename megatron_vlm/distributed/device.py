@@ -233,6 +233,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def is_blackwell(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+
+
 @dataclass(frozen=True)
 class Gpu:
     """Properties of one device that a run depends on."""

@@ -31,6 +31,7 @@ from megatron_vlm.hf.weight_map import Entry, Origin
 from megatron_vlm.lora.peft_folder import AdapterFolder
 from megatron_vlm.lora.targets import PREFIX, AdaptedLinear, HFLinear, seed_from
 from megatron_vlm.model.experts import ExpertLinear, times
+from megatron_vlm.model.router import RowCounts
 
 
 class LowRank(nn.Module):
@@ -140,7 +141,7 @@ class ExpertAdapters(LowRank):
         self.scale = scale_of(lora)
         assert not lora.dropout, "adapted_weights refuses it"
 
-    def forward(self, x_MI: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, x_MI: Tensor, counts: RowCounts) -> Tensor:
         """Return the adapters' addition to the output [M, O]. The rows of x are sorted by expert;
         `counts` is the number of rows per expert."""
         return times(times(x_MI, self.A, counts) * self.scale, self.B, counts)

@@ -148,8 +148,9 @@ def transformer_config(
         perform_initialization=False,
         use_cpu_initialization=not platform.is_cuda,
         deallocate_pipeline_outputs=True,  # a sent output keeps its graph, without its data
-        gradient_accumulation_fusion=not is_te
-        and accumulates_fp32(cfg.model.fp32_weight_gradients, dtype, platform),
+        gradient_accumulation_fusion=accumulates_fp32(
+            cfg.model.fp32_weight_gradients, dtype, platform
+        ),
         # These fusions need CUDA kernels of Apex or Transformer Engine.
         masked_softmax_fusion=False,
         persist_layer_norm=False,

@@ -7,7 +7,6 @@ I inputs and O outputs of a layer.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vlm.distributed.device import to_device
+from megatron_vlm.distributed.device import is_blackwell, to_device
 from megatron_vlm.family.decoder_layers import Experts
 from megatron_vlm.hf.block_weight import BlockWeight
 from megatron_vlm.model.fused_ops import FusedOps
-from megatron_vlm.model.router import Counts, Routing, route
+from megatron_vlm.model.router import Counts, Routing, RowCounts, route
 
 
 class ExpertLinear(nn.Module):
@@ -34,7 +33,7 @@ class ExpertLinear(nn.Module):
         # group, because the ranks of one expert parallel group hold different experts.
         self.weight.allreduce = not shared_out  # type: ignore[attr-defined]
 
-    def forward(self, x_MI: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, x_MI: Tensor, counts: RowCounts) -> Tensor:
         """Multiply the rows of x, of which `counts` belong to each expert in turn."""
         if isinstance(self.weight, BlockWeight):
             out_MO: Tensor = _TimesBlocks.apply(x_MI, self.weight, counts)
@@ -60,23 +59,25 @@ class ExpertMLP(MegatronModule):
     ):
         super().__init__(config=config)
         self.group, self.activation = group, chains.swiglu
-        ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         experts, width = sizes.count, sizes.width
-        assert experts % ranks == 0
+        assert experts % self.ranks == 0
         self.experts, self.top_k = experts, sizes.top_k
         self.layer = 0  # `set_layer_number` sets it
         self.routing: Routing | None = None  # the pass sets it: model/decoder_layer.py
-        self.load = [0] * experts  # per expert, the tokens that this rank has sent in training
+        self.load: Tensor | int = 0  # per expert, the tokens that this rank has sent in training
         # Those among them that a batch routes, and that the router would send elsewhere.
-        self.rerouted_2 = torch.zeros(2, dtype=torch.long, device=device)
+        self.rerouted: Tensor | int = 0
 
         def weight(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=config.params_dtype)
 
-        self.num_local = num_local = experts // ranks
+        self.num_local = num_local = experts // self.ranks
         self.router = nn.Parameter(weight(experts, config.hidden_size))
-        self.gate_up = ExpertLinear(weight(num_local, 2 * width, config.hidden_size), ranks > 1)
-        self.down = ExpertLinear(weight(num_local, config.hidden_size, width), ranks > 1)
+        self.gate_up = ExpertLinear(
+            weight(num_local, 2 * width, config.hidden_size), self.ranks > 1
+        )
+        self.down = ExpertLinear(weight(num_local, config.hidden_size, width), self.ranks > 1)
         self.shared_expert: SharedExpert | None = None
         if sizes.shared_width:
             self.shared_expert = SharedExpert(
@@ -112,29 +113,27 @@ class ExpertMLP(MegatronModule):
         self, hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor, routing: Routing
     ) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts."""
-        is_replay = self.layer in routing.counts
-        counts = routing.counts_of(self.layer, self.experts, self.group)
+        is_replay = self.layer in routing.sent
+        sent = routing.sent_of(self.layer, self.experts)
         if self.training and not is_replay:  # a recomputed layer would count its tokens twice
-            self.load = [a + b for a, b in zip(self.load, counts[self.rank], strict=True)]
-            if self.layer in routing.rerouted:
-                self.rerouted_2 += routing.rerouted[self.layer]
+            self.load = self.load + sent.counts_E
+            self.rerouted = self.rerouted + routing.rerouted.get(self.layer, 0)
 
         # By expert, and so by rank. Stable: weight gradients are summed in the order of the rows.
         order_M = chosen_NK.flatten().argsort(stable=True)
         back_M = order_M.argsort()
         sent_MH = _Take.apply(hidden_NH, order_M // self.top_k, back_M)
-        got_MH = self._experts(sent_MH, counts)
+        # With all experts here, the host needs no count and does not wait.
+        got_MH = self._mlp(sent_MH, sent) if self.ranks == 1 else self._exchange(sent_MH, routing)
         by_token_NKH = _Take.apply(got_MH, back_M, order_M).unflatten(0, (-1, self.top_k))
         return (weights_NK[:, None] @ by_token_NKH)[:, 0]
 
-    def _experts(self, sent_MH: Tensor, counts: Counts) -> Tensor:
+    def _exchange(self, sent_MH: Tensor, routing: Routing) -> Tensor:
         """Return the experts' results, from all ranks, for this rank's rows, sorted by expert."""
-        num_local = self.num_local
+        num_local, counts = self.num_local, routing.counts_of(self.layer, self.group)
         first = self.rank * num_local
         by_rank = [ranks[first : first + num_local] for ranks in counts]  # rows for my experts
-        totals = [sum(expert) for expert in zip(*by_rank, strict=True)]
-        if len(counts) == 1:
-            return self._mlp(sent_MH, totals)
+        totals = RowCounts(torch.tensor(by_rank).sum(0))
         local_counts = counts[self.rank]
         send = [
             sum(local_counts[start : start + num_local])
@@ -150,7 +149,7 @@ class ExpertMLP(MegatronModule):
         out_MH: Tensor = _Exchange.apply(done_by_rank_MH, receive, send, self.group)
         return out_MH
 
-    def _mlp(self, x_MH: Tensor, counts: Sequence[int]) -> Tensor:
+    def _mlp(self, x_MH: Tensor, counts: RowCounts) -> Tensor:
         out_MH: Tensor = self.down(self.activation(self.gate_up(x_MH, counts)), counts)
         return out_MH
 
@@ -184,7 +183,7 @@ def expert_mlps(chunks: Sequence[Any]) -> Iterator[ExpertMLP]:
             yield layer.mlp
 
 
-def times(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
+def times(x_MI: Tensor, weight_eOI: Tensor, counts: RowCounts) -> Tensor:
     """Multiply each expert's rows [I] by its weight into O values. The kernel for all experts needs
     rows of a multiple of 16 bytes, which the rows of an adapter of small rank are not."""
     outputs, inputs = weight_eOI.shape[1:]
@@ -193,20 +192,21 @@ def times(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
     return (times_grouped if grouped else times_in_turn)(x_MI, weight_eOI, counts)
 
 
-def times_grouped(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
+def times_grouped(x_MI: Tensor, weight_eOI: Tensor, counts: RowCounts) -> Tensor:
     """Multiply like `times`, by one kernel for all experts, which needs at least one row."""
-    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-    if idle := [expert for expert, count in enumerate(counts) if not count]:
-        weight_eOI = _NoGradient.apply(weight_eOI, to_device(torch.tensor(idle), x_MI.device))
-    return F.grouped_mm(x_MI, weight_eOI.mT, offs=to_device(ends, x_MI.device))
+    counts_e = counts.on_device(x_MI.device)
+    # There the gradients of experts without rows are unset, not zero: pytorch issue 172439.
+    if is_blackwell(x_MI.device):
+        weight_eOI = _NoGradient.apply(weight_eOI, counts_e == 0)
+    return F.grouped_mm(x_MI, weight_eOI.mT, offs=counts_e.cumsum(0, dtype=torch.int32))
 
 
-def times_in_turn(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
+def times_in_turn(x_MI: Tensor, weight_eOI: Tensor, counts: RowCounts) -> Tensor:
     """Multiply like `times`, one expert after the other."""
     # All weights are unbound at once: the gradient of each expert taken alone would be as large as
     # all of them. An expert without a row is multiplied as well, because every parameter must have
     # a gradient, even if it is zero.
-    parts = zip(x_MI.split(list(counts)), weight_eOI.unbind(), strict=True)
+    parts = zip(x_MI.split(counts.on_host), weight_eOI.unbind(), strict=True)
     return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in parts])
 
 
@@ -215,7 +215,7 @@ class _TimesBlocks(torch.autograd.Function):
     backward computes the weights once more."""
 
     @staticmethod
-    def forward(ctx: Any, x_MI: Tensor, weight_eOI: BlockWeight, counts: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, x_MI: Tensor, weight_eOI: BlockWeight, counts: RowCounts) -> Tensor:
         ctx.save_for_backward(weight_eOI)
         ctx.counts = counts
         return times(x_MI, weight_eOI.dequantize(), counts)
@@ -256,18 +256,17 @@ class _Take(torch.autograd.Function):
 
 
 class _NoGradient(torch.autograd.Function):
-    """Identity with a zero gradient for some experts. Experts without rows have a zero gradient
-    anyway, but on some GPUs (sm_100) grouped_mm leaves it unset: pytorch issue 172439."""
+    """Identity with a zero gradient for some experts."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, idle_i: Tensor) -> Tensor:
-        ctx.save_for_backward(idle_i)
+    def forward(ctx: Any, weight: Tensor, is_idle_e: Tensor) -> Tensor:
+        ctx.save_for_backward(is_idle_e)
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (idle_i,) = ctx.saved_tensors
-        return grads[0].index_fill(0, idle_i, 0), None
+        (is_idle_e,) = ctx.saved_tensors
+        return grads[0].masked_fill(is_idle_e[:, None, None], 0), None
 
 
 class _Exchange(torch.autograd.Function):

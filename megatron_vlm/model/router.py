@@ -5,12 +5,15 @@ Shapes: N tokens without padding, K experts per token, E all experts.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron_vlm.distributed.device import to_device
 
 # Two losses of the routers: experts should be used evenly, and logits should stay small.
 
@@ -66,6 +69,23 @@ class _AddGradient(torch.autograd.Function):
 Counts = list[list[int]]  # tokens for each expert, by rank of the expert parallel group
 
 
+@dataclass(frozen=True)
+class RowCounts:
+    """Numbers of rows of experts, in turn, on the host or the device."""
+
+    counts_E: Tensor
+
+    @cached_property
+    def on_host(self) -> list[int]:
+        """The numbers; the host waits for those that are on the device."""
+        numbers: list[int] = self.counts_E.tolist()
+        return numbers
+
+    def on_device(self, device: torch.device) -> Tensor:
+        """Return the numbers [E] on the device, without a wait."""
+        return to_device(self.counts_E, device)
+
+
 @dataclass
 class Routing:
     """Routing of one pass of a micro-batch through a chunk of the model: the real tokens and, by
@@ -79,22 +99,30 @@ class Routing:
     places_N: Tensor | None = None  # places of real tokens in [S * B]; None: all are real
     given: dict[int, Tensor] = field(default_factory=dict)  # [N, K], any integers
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
-    counts: dict[int, Counts] = field(default_factory=dict)
+    sent: dict[int, RowCounts] = field(default_factory=dict)  # this rank's tokens, by expert
+    counts: dict[int, Counts] = field(default_factory=dict)  # those of all ranks
     # Tokens whose experts are given, and how many of them the router would send elsewhere.
     rerouted: dict[int, Tensor] = field(default_factory=dict)  # [2]
     losses: RouterLosses | None = None  # losses that the routers add
 
-    def counts_of(self, layer: int, experts: int, group: dist.ProcessGroup) -> Counts:
+    def sent_of(self, layer: int, experts: int) -> RowCounts:
+        """Return the number of tokens that this rank sends to each expert, on the device."""
+        if layer not in self.sent:
+            chosen = self.chosen[layer].flatten().long()
+            # The host would wait for the greatest number of bincount.
+            local_E = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+            self.sent[layer] = RowCounts(local_E)
+        return self.sent[layer]
+
+    def counts_of(self, layer: int, group: dist.ProcessGroup) -> Counts:
         """Return the number of tokens that each rank of the group sends to each expert. The first
         call for a layer is a collective, and the host waits for the device, since shapes depend on
         these numbers."""
         if layer not in self.counts:
-            chosen = self.chosen[layer].flatten().long()
-            # The host would wait for the greatest number of bincount, too.
-            local_E = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-            all_E = local_E.new_empty(dist.get_world_size(group) * experts)
+            local_E = self.sent[layer].counts_E
+            all_E = local_E.new_empty(dist.get_world_size(group) * len(local_E))
             dist.all_gather_into_tensor(all_E, local_E, group=group)
-            self.counts[layer] = all_E.view(-1, experts).tolist()
+            self.counts[layer] = all_E.view(-1, len(local_E)).tolist()
         return self.counts[layer]
 
 

@@ -14,8 +14,9 @@ from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, optimizer_spec
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims, count_offloaded
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.attention_limits import mask_columns
+from megatron_vlm.family.attention_limits import WIDEST_OF_FLASH, mask_columns
 from megatron_vlm.family.decoder_layers import Attention, LayerSpec
+from megatron_vlm.family.flash_attention import is_flash
 from megatron_vlm.hf.block_weight import DECODED_AT_ONCE
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
@@ -72,10 +73,22 @@ def _offloaded_values(layout: ModelLayout, place: int, batch: BatchSizes) -> lis
 def _mask_values(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
     """Return the values of the masks of a micro-batch, which the layers at this place share."""
     kinds = {layout.sizes.text.kinds[kind].mixer for kind in _kinds_at(layout, place)}
-    windows = {each.window for each in kinds if isinstance(each, Attention)} - {None}
+    windows = {
+        each.window
+        for each in kinds
+        if isinstance(each, Attention) and not _needs_no_mask(layout, each)
+    } - {None}
     masks = sum(bool(batch.patches) or batch.tokens > each for each in windows if each)
     rows = batch.rows if batch.patches else 1  # rows of text have the same one
     return masks * rows * batch.tokens * mask_columns(batch.tokens)
+
+
+def _needs_no_mask(layout: ModelLayout, attention: Attention) -> bool:
+    """Return whether FlashAttention computes windows, which takes no mask: on a GPU in bf16."""
+    kernel, width = layout.cfg.model.attention, attention.head_dim
+    on_gpu = layout.cfg.platform != "cpu" and layout.itemsize < _FP32
+    takes_heads = width <= WIDEST_OF_FLASH and width % 8 == 0
+    return on_gpu and takes_heads and (kernel == "auto" or is_flash(kernel))
 
 
 def _values_of_layers(

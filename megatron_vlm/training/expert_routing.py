@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import TextSizes
@@ -103,11 +102,11 @@ def take_expert_load(
     on the host, or None for a dense model. The counts restart at 0. A collective."""
     if text.experts is None:
         return None
-    load_LE = torch.zeros(text.num_layers, text.experts.count, dtype=torch.float64)
+    shape = text.num_layers, text.experts.count
+    load_LE = torch.zeros(shape, dtype=torch.float64, device=device)
     for mlp in expert_mlps(chunks):
-        load_LE[mlp.layer - 1] = torch.tensor(mlp.load)
+        load_LE[mlp.layer - 1] = mlp.load
     begin_count(chunks)
-    load_LE = to_device(load_LE, device)
     dist.all_reduce(load_LE)
     return load_LE.cpu()[list(text.expert_layers)]
 
@@ -115,8 +114,7 @@ def take_expert_load(
 def begin_count(chunks: Sequence[StageModel]) -> None:
     """Reset the token counts to 0."""
     for mlp in expert_mlps(chunks):
-        mlp.load = [0] * mlp.experts
-        mlp.rerouted_2.zero_()
+        mlp.load = mlp.rerouted = 0
 
 
 def take_rerouted(
@@ -127,7 +125,7 @@ def take_rerouted(
     if text.experts is None:
         return None
     zeros_2 = torch.zeros(2, dtype=torch.float64, device=device)
-    counts_2 = sum((mlp.rerouted_2 for mlp in expert_mlps(chunks)), zeros_2)
+    counts_2 = zeros_2 + sum(mlp.rerouted for mlp in expert_mlps(chunks))
     dist.all_reduce(counts_2)
     given, rerouted = counts_2.tolist()
     return rerouted / given if given else None

@@ -3,7 +3,6 @@ behind torch.nn.attention.varlen, and FlashAttention's own, get one, so that wha
 run."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -16,43 +15,6 @@ from tests.support.flash_attention4 import plain_module
 MATH: Any = plain_module(deque(maxlen=0))
 
 
-def _parts(starts: Tensor, *given: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """[N, L, D] of each image."""
-    lengths = starts.diff().tolist()
-    return zip(*(x.float().transpose(0, 1).split(lengths, 1) for x in given), strict=True)
-
-
-def _joined(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat(list(parts), 1).transpose(0, 1).to(dtype).contiguous()
-
-
-def _weights(query: Tensor, key: Tensor) -> Tensor:
-    return (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1)
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, starts_k: Tensor, *more: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    longest = int(starts.diff().max())
-    assert starts.dtype is starts_k.dtype is torch.int32, "as the kernel wants them"
-    assert more[:2] == (longest, longest) and not any(more[2:3]), "the longest, and not causal"
-    made = (_weights(q, k) @ v for q, k, v in _parts(starts, query, key, value))
-    sums = query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float)
-    return _joined(made, query.dtype), sums, torch.zeros(2, dtype=torch.uint64)
-
-
-def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Any, _sums: Any, *more: Any
-) -> tuple[Tensor, ...]:
-    made = []
-    for g, q, k, v in _parts(more[0], grad, query, key, value):
-        weights, of_weights = _weights(q, k), g @ v.mT
-        of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
-        of_scores = of_scores * q.shape[-1] ** -0.5
-        made.append((of_scores @ k, of_scores.mT @ q, weights.mT @ g))
-    return tuple(_joined(parts, grad.dtype) for parts in zip(*made, strict=True))
-
-
 def _given(starts: Tensor, starts_k: Tensor, *more: Any, **seen: Any) -> dict[str, Any]:
     longest, longest_k, dropout, causal, *_ = more
     lengths = int(starts.diff().max()), int(starts_k.diff().max()), 0.0
@@ -60,7 +22,7 @@ def _given(starts: Tensor, starts_k: Tensor, *more: Any, **seen: Any) -> dict[st
     left, right = (seen[f"window_size_{side}"] for side in ("left", "right"))
     assert causal == ((left, right) == (-1, 0)), "as torch's varlen_attn has it"
     return {
-        "softmax_scale": seen["scale"],
+        "softmax_scale": seen.get("scale"),
         "causal": causal,
         "window_size_left": None if left < 0 else left,
         "window_size_right": None if right < 0 else right,
@@ -77,11 +39,26 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, *more: Any, **seen: Any) -
 
 def _flash_backward(grad: Tensor, *more: Any, **seen: Any) -> tuple[Tensor, ...]:
     *parts, out, sums = more[:5]
-    assert sums.is_contiguous() and sums.dtype is torch.float and grad.is_contiguous()
+    assert sums.is_contiguous() and sums.dtype is torch.float
     grads: tuple[Tensor, ...] = MATH._flash_attn_bwd(
         *parts, out, grad, sums, **_given(*more[5:], **seen)
     )
     return grads
+
+
+def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *lengths, causal = given[:8]
+    out, sums, *_ = _flash(*lengths, 0.0, causal, False, **_whole(*given[8:9]))
+    return out, sums, torch.zeros(2, dtype=torch.uint64)
+
+
+def _backward(*given: Any) -> tuple[Tensor, ...]:
+    *lengths, causal = given[:11]
+    return _flash_backward(*lengths, 0.0, causal, **_whole(*given[12:13]))
+
+
+def _whole(scale: float | None = None) -> dict[str, Any]:
+    return {"scale": scale, "window_size_left": -1, "window_size_right": -1}
 
 
 @cache

@@ -348,7 +348,7 @@ def shares_of_one_replica(right: Any) -> Any:
 
     def wrong(chunks, text, device):
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
-        own_LE = 2 * torch.tensor([layer.mlp.load for layer in layers], dtype=torch.float64)
+        own_LE = 2 * torch.stack([layer.mlp.load for layer in layers]).double()
         right(chunks, text, device)
         return own_LE
 

@@ -21,6 +21,7 @@ from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError
 from megatron_vlm.model import experts, router
+from megatron_vlm.model.router import RowCounts
 from megatron_vlm.training import backward, row_scores, stage_inputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.checkpoint.test_checkpoint import Part, go, whole
@@ -192,13 +193,20 @@ def test_one_kernel_for_all_experts_is_one_after_the_other(dtype):
     ]
     for times in (experts.times_grouped, experts.times_in_turn):
         tensors = [each.clone().requires_grad_() for each in inputs]
-        out = times(*tensors, counts)
+        out = times(*tensors, RowCounts(torch.tensor(counts)))
         out.float().square().sum().backward()
         results.append([out, *(each.grad for each in tensors)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(
             one, other, rtol=0, atol=0.01 * float(other.detach().abs().max())
         )
+
+
+def test_an_unset_gradient_of_an_idle_expert_becomes_zero():
+    weight = torch.randn(3, 2, 2, requires_grad=True)
+    out = experts._NoGradient.apply(weight, torch.tensor([False, True, False]))
+    out.backward(torch.tensor([1.0, torch.nan, 2.0])[:, None, None].expand(3, 2, 2))
+    assert weight.grad[:, 0, 0].tolist() == [1, 0, 2]
 
 
 def score_with_nothing(worker: MegatronWorker) -> list[list[torch.Tensor]]:
