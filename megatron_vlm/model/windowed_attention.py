@@ -119,7 +119,7 @@ class UnscaledSelfAttention(MegatronModule):
         window, sees_image = masked
         # A caller may not know the pictures on the host.
         is_known = not sees_image or pictures is not None
-        if not is_known or not is_flash(self.kernels[True]):
+        if not is_known or not is_flash(self.kernels[self.sizes, True]):
             return None
         return Window(window, pictures if sees_image else None)
 
