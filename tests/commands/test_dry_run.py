@@ -85,6 +85,7 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     assert "'meta' (1)" in out
     assert "may take 64 of data.max_tokens=100: data.max_pixels=25600 makes that 25" in out
     assert "tp=1 pp=2 dp=2" in out and "First batches" in out and "activations" in out
+    assert "nccl" not in out  # on a CPU, ranks communicate by gloo
     assert "of them warm-up, 1 epoch\n" in out
     flat = " ".join(out.split())
     assert "records left out: 1 dropped; 1 record cut" in flat

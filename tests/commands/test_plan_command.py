@@ -76,7 +76,7 @@ def test_layouts_use_all_gpus_fit_and_come_fastest_first(eight):
     assert speeds == sorted(speeds, reverse=True)
     for candidate in result.fitting:
         assert candidate.dims.world_size == 8 and candidate.need <= USABLE * 80 * GIB
-        assert candidate.dims.num_layers == 36
+        assert candidate.dims.num_layers == 36 and all(each.nccl for each in candidate.memory)
         assert 0 <= candidate.bubble < 0.8 and (candidate.bubble > 0.01) == (candidate.dims.pp > 1)
     keys = [(candidate.dims, candidate.cfg.model, candidate.step_s) for candidate in result.fitting]
     assert len(set(keys)) == len(keys)

@@ -383,6 +383,21 @@ def test_stages_and_tp_share_what_they_should(tiny):
     assert one[1].activations == two[1].activations
 
 
+@pytest.mark.parametrize(
+    ("world", "parallel", "of_stages"),
+    [(1, {}, [0]), (4, {"tp": 2, "pp": 2}, [4, 4]), (64, {"tp": 2, "pp": 2}, [5, 6])],
+)
+def test_communicators_take_memory_of_gpus_alone(world, parallel, of_stages, tiny):
+    """tests/nccl compares their numbers with real steps."""
+    cfg, sizes = Case(parallel=parallel).config(tiny()), read_sizes(tiny())
+    dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
+    on_cpus = ModelLayout(cfg, sizes, dims, 2)
+    pairs = zip(estimate(replace(on_cpus, on_gpus=True), []), estimate(on_cpus, []), strict=True)
+    for (on_gpu, on_cpu), count in zip(pairs, of_stages, strict=True):
+        assert on_cpu.nccl == 0 and on_gpu.nccl == count * 200 * 2**20
+        assert on_gpu.total - on_cpu.total == on_gpu.nccl
+
+
 def test_a_reference_model_is_a_second_set_of_weights(tiny):
     cfg, sizes = layout(tp=2).config(tiny()), read_sizes(tiny())
     rest = sizes, ParallelDims.create(cfg.parallel, 2, sizes.text.num_layers), 2
