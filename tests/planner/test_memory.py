@@ -393,8 +393,8 @@ def test_communicators_take_memory_of_gpus_alone(world, parallel, of_stages, tin
     dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
     on_cpus = ModelLayout(cfg, sizes, dims, 2)
     pairs = zip(estimate(replace(on_cpus, on_gpus=True), []), estimate(on_cpus, []), strict=True)
-    for (on_gpu, on_cpu), count in zip(pairs, of_stages, strict=True):
-        assert on_cpu.nccl == 0 and on_gpu.nccl == count * 200 * 2**20
+    for (on_gpu, on_cpu), number in zip(pairs, of_stages, strict=True):
+        assert on_cpu.nccl == 0 and on_gpu.nccl == number * 200 * 2**20
         assert on_gpu.total - on_cpu.total == on_gpu.nccl
 
 
