@@ -78,7 +78,7 @@ def attention(worker: MegatronWorker, kernel: str) -> Iterator[None]:
     activate(kernel)
     try:
         with (
-            changed(layers, kernels=dict.fromkeys((False, True), kernel)),
+            changed(layers, kernels=dict.fromkeys(worker.chunks[0].kernels, kernel)),
             changed(blocks, kernel=kernel),
         ):
             yield

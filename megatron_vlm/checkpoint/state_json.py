@@ -16,7 +16,7 @@ from megatron_vlm.family.tower_attention import set_kernel
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.io.untrusted import JsonField
-from megatron_vlm.model.attention_kernels import TOWER, kept_kernels, shapes_of
+from megatron_vlm.model.attention_kernels import TOWER, attention_shapes, kept_kernels
 from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -105,18 +105,17 @@ def keep_kernels(worker: MegatronWorker, folder: Path, state: JsonField) -> None
     is_measured = cfg.model.attention == "auto" and worker.platform.is_cuda
     if not (names and own and is_measured) or names == list(own.values()):
         return
-    dtype, said = worker.chunks[0].config.params_dtype, f"the kernels of {folder}: {names}"
-    shapes = shapes_of(cfg, worker.source.sizes, worker.dims, dtype)
+    dtype, how, why = worker.chunks[0].config.params_dtype, "keeps", ""
+    shapes = attention_shapes(cfg, worker.source.sizes, worker.dims, dtype)
     found = kept_kernels(names, shapes, worker.platform)
     if isinstance(found, str):
-        text = f"cannot keep {said} ({found}), and the last digits may differ"
+        how, why = "cannot keep", f" ({found}), and its last digits may differ"
     else:
         own.update(found)
         for chunk in worker.chunks:
             set_kernel(chunk, own[TOWER])
-        text = f"keeps {said}"
     if dist.get_rank() == 0:
-        print_to_user(f"model.attention=auto {text}")
+        print_to_user(f"model.attention=auto {how} the kernels of {folder}: {names}{why}")
 
 
 def _check_lora(cfg: Config, folder: Path, state: JsonField) -> None:

@@ -57,8 +57,8 @@ class FusedSelfAttention(SelfAttention):
 
 class SDPACoreAttention(MegatronModule):
     """Attention among the tokens of a pass, causal without a mask or a window. `kernels` has the
-    kernel of each kind of attention in causal passes and, where these occur, in others. A run that
-    resumes may still change them."""
+    kernel of each kind of attention, in causal passes and in others. A run that resumes may change
+    it."""
 
     def __init__(
         self,

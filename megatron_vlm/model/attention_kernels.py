@@ -149,7 +149,9 @@ class TowerShape:
 Shapes = Mapping[Any, AttentionShape | TowerShape]  # of each kind of attention
 
 
-def shapes_of(cfg: Config, sizes: ModelSizes, dims: ParallelDims, dtype: torch.dtype) -> Shapes:
+def attention_shapes(
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims, dtype: torch.dtype
+) -> Shapes:
     """Return the shapes for which torch's kernels compute attention."""
     if BACKENDS[cfg.model.backend].has_own_kernels:
         return {}

@@ -29,7 +29,7 @@ from megatron_vlm.family.spec import ModelSizes, TextSizes
 from megatron_vlm.family.tower_attention import set_kernel
 from megatron_vlm.hf.block_weight import BlockWeight, replace_parameter
 from megatron_vlm.hf.layer_backends import BACKENDS
-from megatron_vlm.model.attention_kernels import TOWER, choose_kernels, shapes_of
+from megatron_vlm.model.attention_kernels import TOWER, attention_shapes, choose_kernels
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.delta_rule import choose_delta_rule
 from megatron_vlm.model.fused_ops import FusedOps, compiles
@@ -185,7 +185,7 @@ def build_chunks(
         # Memory of the host is allocated only once something is written there.
         config.use_cpu_initialization, unset_on = True, torch.device("cpu")
     chains = FusedOps.compile() if compiled else FusedOps()
-    shapes = shapes_of(cfg, sizes, dims, config.params_dtype)
+    shapes = attention_shapes(cfg, sizes, dims, config.params_dtype)
     kernels = choose_kernels(cfg.model.attention, shapes, platform)
     rule = None
     if (net := sizes.text.delta_net) is not None:

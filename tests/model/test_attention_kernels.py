@@ -314,9 +314,8 @@ def test_a_resume_keeps_the_kernels_of_its_checkpoint(pool, tiny, tmp_path):
         expected = names if kept else ["torch"] * 4
         for each in found:
             assert each == expected[-1] if isinstance(each, str) else [*each.values()] == expected
-        how = "keeps" if kept else "cannot keep"
-        text = f"model.attention=auto {how} the kernels of {folder}: {names}"
-        assert [line[: len(text)] for line in said] == [text] * (names != ["torch"] * 4)
+        text = f" {'keeps' if kept else 'cannot keep'} the kernels of {folder}: {names}"
+        assert [text in line for line in said] == [True] * (names != ["torch"] * 4)
 
 
 def test_the_tower_prefers_its_kernel():

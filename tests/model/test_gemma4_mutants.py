@@ -142,7 +142,7 @@ def images_in_full_layers(right: Any) -> Any:
         if self.sizes.window is not None:
             return right(self, dtype)
         sdpa = self.core_attention.backend
-        sdpa.kernels = {**sdpa.kernels, True: sdpa.kernels[False]}
+        sdpa.kernels = {**sdpa.kernels, (sdpa.kind, True): sdpa.kernels[sdpa.kind, False]}
         return attention.window_mask(self.core_attention.context.ids_BS, self.tokens, 10**6, True)
 
     return of_pass
