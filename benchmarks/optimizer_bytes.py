@@ -40,7 +40,8 @@ class Operations(TorchDispatchMode):
         if name in _VIEWS:
             return out
         read, written = (
-            [each for each in tree_iter(of) if isinstance(each, Tensor)] for of in ((args, kwargs), out)
+            [each for each in tree_iter(of) if isinstance(each, Tensor)]
+            for of in ((args, kwargs), out)
         )
         if name == "_fused_adamw_":  # weights and both moments
             written = [each for place in (0, 2, 3) for each in args[place]]
@@ -59,8 +60,8 @@ class Addresses:
     """The addresses that kernels load and store in the interpreter."""
 
     def __init__(self) -> None:
-        self.loaded: dict[int, int] = {}
-        self.stored: dict[int, int] = {}
+        self.loaded: list[tuple[Any, int]] = []  # addresses, and the bytes at each
+        self.stored: list[tuple[Any, int]] = []
         load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
         def create_masked_load(builder: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
@@ -76,14 +77,17 @@ class Addresses:
         InterpreterBuilder.create_masked_store = create_masked_store
 
     @staticmethod
-    def _add(found: dict[int, int], ptrs: Any, mask: Any, size: int) -> None:
-        found |= dict.fromkeys(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].ravel().tolist(), size)
+    def _add(found: list[tuple[Any, int]], ptrs: Any, mask: Any, size: int) -> None:
+        found.append((ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].ravel(), size))
 
     def take(self) -> int:
         """Return the bytes since the last call."""
-        total = sum(self.loaded.values()) + sum(self.stored.values())
-        self.loaded.clear()
-        self.stored.clear()
+        total = 0
+        for found in (self.loaded, self.stored):
+            for size in {size for _, size in found}:
+                of_size = [addresses for addresses, each in found if each == size]
+                total += size * len(np.unique(np.concatenate(of_size)))
+            found.clear()
         return total
 
 

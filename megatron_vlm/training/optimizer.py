@@ -83,7 +83,12 @@ def finalize_grads(
     """Run Megatron's reductions and the division by the global token count, then the tower's."""
     for reduce in reduces:
         reduce.begin_first()
-    megatron_finalize(chunks, num_tokens, **kwargs)
+    megatron_finalize(chunks, **kwargs)
+    if num_tokens is not None:  # Megatron would divide by it, too, but wait to see that it is not 0
+        grid.from_last_stage(num_tokens)
+        dist.all_reduce(num_tokens, group=grid.dp.group)
+        for chunk in chunks:
+            chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
     for reduce in reduces:
         reduce.end()
     sum_shared_images(chunks[0].module, grid.tp)

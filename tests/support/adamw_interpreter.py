@@ -92,11 +92,18 @@ def different(states: str, weights: int, start: int, betas: tuple[float, float])
     for step in range(STEPS):
         if step == RESUMED:  # by way of a checkpoint, which has values in place of codes
             for one, other in ((plain, fused), (fused, plain)):
-                read = {name: each.read(0, weights) for name, each in one.moments(padded if one is plain else weight).items()}
+                read = {
+                    name: each.read(0, weights)
+                    for name, each in one.moments(padded if one is plain else weight).items()
+                }
                 target = weight if other is fused else padded
                 for name, moment_values in read.items():
                     moment = make_moment(name, target.numel(), states, target.device)
-                    moment.write(0, torch.nn.functional.pad(moment_values, (0, target.numel() - weights)), None)
+                    moment.write(
+                        0,
+                        torch.nn.functional.pad(moment_values, (0, target.numel() - weights)),
+                        None,
+                    )
                     other.state[target][f"new {name}"] = moment
             for each, param in ((plain, padded), (fused, weight)):
                 each.state[param] = {name: each.state[param][f"new {name}"] for name in STATE_NAMES}
@@ -136,7 +143,9 @@ def trained(path: str, case: Case, with_kernel: bool) -> tuple[list[float], list
     for step in range(4):
         worker.forward_backward(my_rows(make_rows(MIXED, seed=step)))
         if step == 2:
-            next(p for p in worker.held.values() if p.requires_grad).main_grad.view(-1)[0] = torch.nan
+            next(p for p in worker.held.values() if p.requires_grad).main_grad.view(-1)[0] = (
+                torch.nan
+            )
         norms.append(worker.optim_step()[0])
     assert worker.optimizer is not None
     steps = torch.tensor([worker.steps, get_step(worker.optimizer)])
@@ -150,7 +159,10 @@ def differences(path: str, case: Case, pools: tuple[Pool, Pool]) -> dict[str, An
     found = [pool.run(trained, case.world, path, case, pool is pools[0]) for pool in pools]
     count = total = 0
     for (norms, tensors), (other_norms, others) in zip(*found, strict=True):
-        count += sum(a != b and not (math.isnan(a) and math.isnan(b)) for a, b in zip(norms, other_norms, strict=True))
+        count += sum(
+            a != b and not (math.isnan(a) and math.isnan(b))
+            for a, b in zip(norms, other_norms, strict=True)
+        )
         for tensor, other in zip(tensors, others, strict=True):
             count += int((tensor != other).sum())
             total += tensor.numel()
