@@ -336,6 +336,13 @@ def _replace_cuda(findings: Findings, streams: Streams) -> None:
         get_device_name=lambda *_: "an emulated device",
         get_device_properties=lambda *_: SimpleNamespace(total_memory=80 * 2**30),
     )
+    group = torch.optim.Optimizer._group_tensors_by_device_and_dtype
+
+    def grouped(lists: Any, with_indices: bool = False) -> Any:
+        found = group(lists, with_indices).items()
+        return {(lists[0][0].device, dtype): of_dtype for (_, dtype), of_dtype in found}
+
+    _replace(torch.optim.Optimizer, _group_tensors_by_device_and_dtype=staticmethod(grouped))
     # As with NCCL, a collective puts the tensors that it creates on the device.
     _replace(
         c10d,
