@@ -245,8 +245,9 @@ te-env: .venv-te/ready
 	.venv-te/bin/python -c 'import transformer_engine.pytorch'
 	touch $@
 
-# flash-linear-attention and Triton, for tests/model/test_fla.py, where Triton's interpreter runs its
-# kernels without a GPU. There a loop's number is an int of Python, which has no `to`.
+# flash-linear-attention and Triton, for tests/model/test_fla.py and training/test_fused_adamw.py,
+# where Triton's interpreter runs kernels without a GPU. There a loop's number is an int of Python,
+# which has no `to`.
 fla-env: .venv-fla/ready
 
 FLA := flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2

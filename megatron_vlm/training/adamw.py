@@ -18,22 +18,13 @@ Shapes: W weights of a part of a tensor, B blocks of them."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megatron_vlm.config.optimizer_spec import (
-    MIN_INT8_WEIGHTS,
-    QUANTIZED_BLOCK,
-    STATE_NAMES,
-    OptimizerSpec,
-)
-from megatron_vlm.distributed.agreement import all_reduce_max
-from megatron_vlm.distributed.process import print_to_user
+from megatron_vlm.config.optimizer_spec import MIN_INT8_WEIGHTS, QUANTIZED_BLOCK, OptimizerSpec
 
 _DECADES = 7
 _NOISE_BITS = 16
@@ -304,46 +295,3 @@ class RangedAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-_TRIED_WEIGHTS = 5000  # the last block is not full
-_MAX_DISTANCE = 1e-3  # relative to the norm: a code of 8 bits may be the next one
-
-
-def choose_kernel(states: str, device: torch.device) -> Kernel | None:
-    """Return the kernel that updates moments of this type, or None where there is none. A
-    collective on CUDA: all ranks take the same."""
-    if device.type != "cuda":
-        return None
-    reason = "Triton is not installed"
-    if find_spec("triton") is not None:
-        try:
-            from megatron_vlm.training.fused_adamw import update
-
-            distance = _distance(update, states, device)
-            reason = "" if distance < _MAX_DISTANCE else f"its weights are {distance:.1e} apart"
-        except Exception as error:  # a kernel that does not compile may raise anything
-            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    if not all_reduce_max(int(reason != "")):
-        return update
-    if dist.get_rank() == 0:
-        reason = reason or "another rank cannot run its kernel"
-        print_to_user(f"AdamW takes several kernels a step, and longer: {reason}")
-    return None
-
-
-def _distance(kernel: Kernel, states: str, device: torch.device) -> float:
-    """Return how far apart weights are after two steps with the kernel and without it."""
-    generator = torch.Generator().manual_seed(0)
-    start, grad = (torch.randn(_TRIED_WEIGHTS, generator=generator).to(device) for _ in range(2))
-    settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    found = []
-    for tried in (None, kernel):
-        weights = start.clone()
-        weights.grad = grad
-        spec = OptimizerSpec("AdamW", STATE_NAMES, states)
-        optimizer = RangedAdamW([{"params": [weights], **settings}], spec, {weights: 7}, tried)
-        optimizer.step()
-        optimizer.step()
-        found.append(weights)
-    return float((found[1] - found[0]).norm() / found[0].norm())
