@@ -214,7 +214,10 @@ class ModelCalls:
             log_probs = self.commands.call(forward, models[0].id, batch_of(batch.rows))
             return [self._answer(batch, (log_probs, metrics_of(batch, log_probs)))]
         for loaded, batch in zip(models, batches, strict=True):
-            self._check_fits(loaded, batch)
+            worker = self.models.workers[loaded.id]
+            itemsize = worker.chunks[0].config.params_dtype.itemsize
+            memory = worker.platform.memory_total()
+            check_fits(batch.rows, worker.cfg, worker.source.sizes, worker.dims, itemsize, memory)
         before = [self.models.backwards_of(each.id) for each in models]
 
         def forget_changed() -> None:  # models with new gradients are restored from disk
@@ -227,12 +230,6 @@ class ModelCalls:
             finished = list(map(self._answer, batches, computed))
         self.gauges["passes_of_several_models_total"] += len(batches) > 1
         return finished
-
-    def _check_fits(self, loaded: LoadedModel, batch: Batch) -> None:
-        worker = self.models.workers[loaded.id]
-        itemsize = worker.chunks[0].config.params_dtype.itemsize
-        memory = worker.platform.memory_total()
-        check_fits(batch.rows, worker.cfg, worker.source.sizes, worker.dims, itemsize, memory)
 
     def _gradients(self, models: Sequence[LoadedModel], batches: Sequence[Batch]) -> list[Computed]:
         """Compute the gradients, and return the log-probs and the metrics of each batch."""

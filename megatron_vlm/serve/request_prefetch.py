@@ -76,7 +76,8 @@ class RequestPrefetcher:
 
     def batch(self, call: Call) -> Batch:
         """Read the forward_backward of a call that runs again."""
-        return read_batch(self.journal.body(call.request_id), self.reader, self.replicas)
+        request = self.journal.forward_backward(call.request_id)
+        return read_batch(request, self.reader, self.replicas)
 
     def drop(self, call: Call) -> None:
         """Forget a call that has ended."""
@@ -125,10 +126,10 @@ class RequestPrefetcher:
         raise failure
 
     def _read_by(self, reader: RowReader, call: Call) -> Batch | SampleAsk:
-        body = self.journal.body(call.request_id)
         if call.kind == SAMPLE:
+            body = self.journal.body(call.request_id)
             return read_ask(body, reader, self.stops, call.seed, self.bounds)
-        return read_batch(body, reader, self.replicas)
+        return read_batch(self.journal.forward_backward(call.request_id), reader, self.replicas)
 
 
 def _is_put_off(future: "Future[Any]") -> bool:

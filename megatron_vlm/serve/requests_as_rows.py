@@ -20,8 +20,15 @@ from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, place_row
 from megatron_vlm.errors import MegatronVLMError, show_choices
 from megatron_vlm.family import read_family
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.serve.protocol.payloads import Chunk, Datum, Picture, RequestError, Text, entry
-from megatron_vlm.serve.protocol.requests import read_forward_backward
+from megatron_vlm.serve.protocol.payloads import (
+    Chunk,
+    Datum,
+    ForwardBackward,
+    Picture,
+    RequestError,
+    Text,
+    entry,
+)
 from megatron_vlm.training.losses import SEQUENCES, Objective
 from megatron_vlm.training.worker import StepMetrics
 
@@ -191,9 +198,10 @@ class RowReader:
             if isinstance(chunk, Text):
                 ids.append(chunk.tokens)
                 continue
-            picture_PC, grid = self._picture(chunk, f"{where}.chunks[{number}]")
+            opened = read_image(Image(chunk.data), self.policy, f"{where}.chunks[{number}]")
+            grid = self.images.grid(opened.height, opened.width)
             ids.append(np.full(self.images.num_tokens(grid), self.tokens.image_id))
-            patches.append(picture_PC)
+            patches.append(self.images.patches(opened))
             grids.append(grid)
         ids_S = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         row = Row(ids_S, torch.full_like(ids_S, IGNORE))
@@ -211,10 +219,6 @@ class RowReader:
                 remedy="resize the picture before it is sent",
             )
         return image_size(Image(picture.data), self.policy, where)
-
-    def _picture(self, picture: Picture, where: str) -> tuple[np.ndarray, tuple[int, int, int]]:
-        opened = read_image(Image(picture.data), self.policy, where)
-        return self.images.patches(opened), self.images.grid(opened.height, opened.width)
 
     def datum(self, datum: Datum, number: int, form: LossMapping) -> Row:
         """Return the row of an admitted datum, with its targets [S, J] and the values that the loss
@@ -291,9 +295,8 @@ class Batch:
         return by_datum
 
 
-def read_batch(body: bytes, reader: RowReader, replicas: int) -> Batch:
-    """Read a forward_backward request."""
-    request = read_forward_backward(body)
+def read_batch(request: ForwardBackward, reader: RowReader, replicas: int) -> Batch:
+    """Convert a forward_backward request into rows."""
     form = form_of(request.loss)
     options = options_of(request.loss, request.options)
     reader.admit(

@@ -219,6 +219,7 @@ def test_packed_requests_are_unpacked(service):
     packed = zstandard.ZstdCompressor().compress(body)
     promise = service.send(packed, **{"Content-Encoding": "zstd"})
     assert service.journal.result(promise["request_id"]).kind == "forward_backward"
+    assert promise["request_id"] in service.journal._parsed  # nobody parses it again
     # A retry that is not packed is the same call.
     assert service.send(body) == promise and service.journal.contradictions == 0
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_vlm.controller import local_group
 from megatron_vlm.serve.protocol.payloads import RequestError
+from megatron_vlm.serve.protocol.requests import read_forward_backward
 from megatron_vlm.serve.requests_as_rows import FORMS, RowReader, metrics_of, options_of, read_batch
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.worker import MegatronWorker
@@ -171,7 +172,7 @@ def of_request(worker: MegatronWorker, bodies: list[bytes]) -> list[Any]:
     reader = RowReader(worker.cfg, str(worker.source.path), worker.source.sizes)
     group, results = local_group(worker), []
     for body in bodies:
-        batch = read_batch(body, reader, worker.dims.dp)
+        batch = read_batch(read_forward_backward(body), reader, worker.dims.dp)
         settings = dict(loss=batch.loss, divisor=1.0, return_per_token_outputs=True)
         done = group.forward_backward(batch.rows, **settings, **batch.options).result()
         alone = metrics_of(batch, group.forward(batch.rows).result())
@@ -288,7 +289,7 @@ def refusals(worker: MegatronWorker, bodies: list[bytes]) -> list[str]:
     messages = []
     for body in bodies:
         try:
-            read_batch(body, reader, 1)
+            read_batch(read_forward_backward(body), reader, 1)
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages

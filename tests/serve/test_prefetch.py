@@ -21,10 +21,12 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.serve.journal import journal as journal_module
 from megatron_vlm.serve.journal.journal import Journal
-from megatron_vlm.serve.journal.journal_records import SAMPLE, Call, Failure
+from megatron_vlm.serve.journal.journal_records import SAMPLE, Call, Failure, Model
 from megatron_vlm.serve.model_calls import check_fits
-from megatron_vlm.serve.protocol.payloads import RequestError
+from megatron_vlm.serve.protocol.payloads import ForwardBackward, RequestError
+from megatron_vlm.serve.protocol.requests import read_forward_backward
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader, read_batch
 from megatron_vlm.serve.sample_calls import SampleAsk, SampleBounds, StopWords
@@ -70,6 +72,10 @@ def cut(shown: Picture) -> Picture:
     return replace(shown, data=shown.data[: len(shown.data) // 2])
 
 
+def parsed(data: Sequence[Any]) -> ForwardBackward:
+    return read_forward_backward(request("m", 1, data, "cross_entropy"))
+
+
 def frames_of(error: BaseException | None) -> list[Any]:
     frames = []
     while error is not None:
@@ -88,12 +94,12 @@ def test_pixels_of_a_request_are_counted_before_one_is_decoded(reader):
     few.most_pixels = 2 * PIXELS
     problem = f"{3 * PIXELS} pixels, and limit pixels is {2 * PIXELS}"
     with raises(RequestError, key="data[2].model_input", problem_has=problem):
-        read_batch(request("m", 1, data, "cross_entropy"), few, 1)
+        read_batch(parsed(data), few, 1)
     with pytest.raises(DataError, match=r"data\[0\].*cannot be decoded"):
-        read_batch(request("m", 1, data[:2], "cross_entropy"), few, 1)
+        read_batch(parsed(data[:2]), few, 1)
     long = [([[1] * (reader.longest + 1)], inputs)]
     with raises(RequestError, key="data[1].model_input", problem_has=reader.longest):
-        read_batch(request("m", 1, data[:1] + long, "cross_entropy"), few, 1)
+        read_batch(parsed(data[:1] + long), few, 1)
 
 
 def test_pictures_are_resized_as_the_configuration_says(tiny, reader):
@@ -126,6 +132,29 @@ def test_what_waits_has_few_pixels_and_an_error_none(journal, reader):
         and sum(fetcher.pixels.values()) == 2 * PIXELS + 32 * 32
     )
     fetcher.close()
+
+
+def test_a_training_request_is_parsed_once_until_a_restart(tmp_path, reader, monkeypatch):
+    """Its body is no request here, so that whoever parses it again meets an error."""
+    monkeypatch.setattr(journal_module, "MAX_PARSED_BYTES", 600)
+    shape = {"target_tokens": [1] * 20}  # 20 tokens of 4 bytes, 20 targets of 8
+    call = Call("forward_backward", "m", 1, "key", b"?", True, parsed=parsed([([[1] * 20], shape)]))
+    assert call.parsed is not None and call.parsed.size == 240
+    with opened(tmp_path) as journal:
+        session = journal.create_session("key", {}, None)
+        model = Model("m", session, "base", 0)
+        journal.accept(Call("create_model", session, 0, "key", model=model))
+        names = [journal.accept(replace(call, seq=seq)).request_id for seq in (1, 2, 3)]
+        calls = [replace(call, request_id=name, parsed=None) for name in names]
+        fetcher = prefetcher(journal, reader, PIXELS)
+        assert fetcher.take(calls[0]).tokens == 20
+        with raises(RequestError, problem_has="is not a protobuf message"):
+            fetcher.take(calls[2])  # found no room
+        journal.finish(names[1], Failure("cancelled"))
+        with raises(RequestError, problem_has="no longer kept"):
+            fetcher.take(calls[1])
+    with opened(tmp_path) as journal, raises(RequestError, problem_has="is not a protobuf message"):
+        prefetcher(journal, reader, PIXELS).take(calls[0])
 
 
 def test_datums_that_cannot_fit_into_memory_are_refused(tiny):

@@ -33,7 +33,7 @@ from megatron_vlm.serve.journal.journal_records import (
     NamedCheckpoint,
     model_id,
 )
-from megatron_vlm.serve.protocol.payloads import RequestError
+from megatron_vlm.serve.protocol.payloads import ForwardBackward, RequestError
 from megatron_vlm.serve.protocol.requests import read_forward_backward, read_place
 
 router = APIRouter(prefix="/api/v1")
@@ -83,15 +83,16 @@ async def forward_backward(request: Request, context: Context, key: Key) -> Answ
     """Queue a part of a batch, sent as protobuf. A wrong request takes its turn, too, and fails."""
     try:
         body = await context.bodies.read(request, "body_bytes")
-        model, seq, forward_only = await parse_body(body, _read_batch, context.limits)
+        parsed = await parse_body(body, _read_batch, context.limits)
     except UnreadableError as error:
         if (place := read_place(error.head)) is None:
             raise
         require_model(context, key, place[0], usable=True)
         refused = Call("forward_backward", *place, key, failure=Failure(error.text, "user"))
         return await _promise(context, refused, refused.owner)
+    model, changes = parsed.model_id, not parsed.forward_only
     require_model(context, key, model, usable=True)
-    new = Call("forward_backward", model, seq, key, body, changes_state=not forward_only)
+    new = Call("forward_backward", model, parsed.seq_id, key, body, changes, parsed=parsed)
     return await _promise(context, new, model)
 
 
@@ -137,13 +138,13 @@ async def get_info(request: Request, context: Context, key: Key) -> Answer:
     }
 
 
-def _read_batch(body: bytes, limits: RequestLimits) -> tuple[str, int, bool]:
+def _read_batch(body: bytes, limits: RequestLimits) -> ForwardBackward:
     try:
         request = read_forward_backward(body)
         check_datums(request.data, limits)
     except RequestError as error:
         raise UnreadableError(422, str(error), body[:HEAD_BYTES]) from error
-    return request.model_id, request.seq_id, request.forward_only
+    return request
 
 
 async def _queue_training_call(context: AppContext, key: str, kind: str, body: bytes) -> Answer:

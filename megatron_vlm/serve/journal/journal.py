@@ -49,8 +49,11 @@ from megatron_vlm.serve.journal.journal_records import (
     SamplingSession,
     Saved,
 )
+from megatron_vlm.serve.protocol.payloads import ForwardBackward
+from megatron_vlm.serve.protocol.requests import read_forward_backward
 
 MAX_ATTEMPTS = 3
+MAX_PARSED_BYTES = 256 * 2**20  # maximum bytes of parsed bodies in memory
 _POISON = Failure(
     f"the server ended {MAX_ATTEMPTS} times while it did this call, and does not try again"
 )
@@ -72,6 +75,7 @@ class Journal(JournalReader):
         # longer.
         self._fetched: dict[str, float] = {}
         self._heard: dict[str, float] = {}
+        self._parsed: dict[str, ForwardBackward] = {}  # by request id
         self.contradictions = 0  # calls whose number belongs to another call
         self.reads = Reads(self.run)
         self.begin_calls(*self.reads.interrupted_calls())
@@ -86,11 +90,29 @@ class Journal(JournalReader):
         several calls costs the disk as much as for a single one."""
         with self._store.write() as db:
             promises = [accept(self._store, db, call, self._bounds) for call in new]
-            new_ids = [p.request_id for p in promises if isinstance(p, Accepted) and p.new]
-            completed = select_completed(db, new_ids)
+            accepted = {
+                promise.request_id: call
+                for promise, call in zip(promises, new, strict=True)
+                if isinstance(promise, Accepted) and promise.new
+            }
+            completed = select_completed(db, [*accepted])
+        self._keep_parsed(accepted)
         self.contradictions += sum(isinstance(promise, Conflict) for promise in promises)
         self.ring(completed)
         return promises
+
+    def _keep_parsed(self, accepted: Mapping[str, Call]) -> None:
+        """Keep the parsed bodies of new calls, as far as there is room."""
+        held = sum(each.size for each in list(self._parsed.values()))
+        for request_id, call in accepted.items():
+            if call.parsed and held + call.parsed.size <= MAX_PARSED_BYTES:
+                self._parsed[request_id] = call.parsed
+                held += call.parsed.size
+
+    def forward_backward(self, request_id: str) -> ForwardBackward:
+        """Return the request of a call, which is parsed again only after a restart, when it is done
+        again, or where too many were waiting."""
+        return self._parsed.get(request_id) or read_forward_backward(self.body(request_id))
 
     # -- waiting for calls and for results
 
@@ -110,6 +132,8 @@ class Journal(JournalReader):
 
     def ring(self, completed: Sequence[CompletedCall] = ()) -> None:
         """Wake the waiting threads, because there may be a call to do or another reason to look."""
+        for call in completed:
+            self._parsed.pop(call.request_id, None)
         with self._news:
             self._is_rung = True
             self._news.notify_all()

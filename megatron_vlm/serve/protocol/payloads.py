@@ -62,6 +62,15 @@ class ForwardBackward:
     options: Mapping[str, float | str]  # options of the loss
     forward_only: bool
 
+    @property
+    def size(self) -> int:
+        """Return the bytes of its pictures and arrays. Those of sparse inputs exceed the body's."""
+        chunks = [chunk for datum in self.data for chunk in datum.chunks]
+        arrays = [array for datum in self.data for array in datum.inputs.values()]
+        arrays += [chunk.tokens for chunk in chunks if isinstance(chunk, Text)]
+        pictures = sum(len(chunk.data) for chunk in chunks if isinstance(chunk, Picture))
+        return pictures + sum(array.nbytes for array in arrays)
+
 
 @dataclass(frozen=True, eq=False)
 class TopK:
