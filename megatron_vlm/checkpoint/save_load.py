@@ -135,7 +135,8 @@ class PendingSave:
         This is a collective. Raise CheckpointError on every rank if any rank could not write."""
         if self.finished:
             return True
-        if not blocking and not self._all_written():
+        is_writing = self.thread is not None and self.thread.is_alive()
+        if not blocking and all_reduce_max(int(is_writing)):
             return False
         self.finished = True
         if self.thread is not None:
@@ -157,10 +158,6 @@ class PendingSave:
             self.record = write_file(path, safetensors_chunks(tensors))
         except Exception as error:  # an error of a thread: `finish` raises it
             self.error = error
-
-    def _all_written(self) -> bool:
-        done = self.thread is None or not self.thread.is_alive()
-        return not all_reduce_max(int(not done))
 
     def _complete(self) -> None:
         first = dist.get_rank() == 0

@@ -80,7 +80,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_train_arguments(_command(commands, train_, has_keys=True))
     add_rl_arguments(_command(commands, rl, has_keys=True))
     add_serve_arguments(_command(commands, serve, has_keys=True))
-    _eval_arguments(_command(commands, _eval))
+    add_arguments(evaluation := _command(commands, _eval))
+    shown = "the checkpoint, the sets, the layout and the memory of weights"
+    add_dry_run_arguments(evaluation, shown)
     add_score_arguments(_command(commands, score))
     add_bench_arguments(_command(commands, bench))
     add_export_arguments(_command(commands, export))
@@ -88,7 +90,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat_arguments(_command(commands, chat))
     add_report_arguments(_command(commands, report))
     add_watch_arguments(_command(commands, watch))
-    _doctor_arguments(_command(commands, _doctor))
+    checkpoint = "also check this checkpoint: a folder, or a name on the Hub"
+    doctor = _command(commands, _doctor)
+    doctor.add_argument("model", nargs="?", metavar="model.path=PATH", help=checkpoint)
     add_plan_arguments(_command(commands, _plan, has_keys=True))
     add_agree_arguments(_command(commands, _agree))
     _inspect_arguments(_command(commands, _inspect, has_keys=True))
@@ -132,11 +136,6 @@ def _add_topic_help(
         "-h", "--help", action=TopicHelp, nargs="?", metavar="KEY", help=text, root=root,
         commands=commands,
     )  # fmt: skip
-
-
-def _eval_arguments(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser)
-    add_dry_run_arguments(parser, "the checkpoint, the sets, the layout and the memory of weights")
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -193,11 +192,6 @@ def _agree(args: argparse.Namespace) -> int:
         words = [where, *with_commit(arguments, cfg), *settings.words]
         status = launch(cfg, "megatron_vlm.commands.agree.agree_ranks", run_agree, words)
     return FAILED if status == UNLIKE else status
-
-
-def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    model = "also check this checkpoint: a folder, or a name on the Hub"
-    parser.add_argument("model", nargs="?", metavar="model.path=PATH", help=model)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -39,41 +39,24 @@ if TYPE_CHECKING:
 def add_score_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command and of each of its processes."""
     add_where(parser)
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        required=True,
-        help="folder to write; one that is not complete is continued",
+    out = "folder to write; one that is not complete is continued"
+    parser.add_argument("--out", metavar="DIR", required=True, help=out)
+    likely = (
+        "also store the N most likely tokens at each supervised token, for the training of "
+        "students (default: 0)"
     )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also store the N most likely tokens at each supervised token, for the training of "
-        "students (default: 0)",
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help=likely)
+    heat = "divide the logits of these tokens by X (default: 1)"
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help=heat)
+    python = (
+        "score in engines, those of vLLM unless engine.name is set: the python of their environment"
     )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="divide the logits of these tokens by X (default: 1)",
+    parser.add_argument("--engine", metavar="PYTHON", help=python)
+    gpus = (
+        "GPUs of an engine, such as 0,1; several times for several engines (default: one engine, "
+        "with CUDA_VISIBLE_DEVICES as here)"
     )
-    parser.add_argument(
-        "--engine",
-        metavar="PYTHON",
-        help="score in engines, those of vLLM unless engine.name is set: the python of their "
-        "environment",
-    )
-    parser.add_argument(
-        "--devices",
-        metavar="LIST",
-        action="append",
-        default=[],
-        help="GPUs of an engine, such as 0,1; several times for several engines (default: one "
-        "engine, with CUDA_VISIBLE_DEVICES as here)",
-    )
+    parser.add_argument("--devices", metavar="LIST", action="append", default=[], help=gpus)
 
 
 def score(args: argparse.Namespace) -> int:

@@ -63,7 +63,9 @@ class RankWorker:
     def backward(self, part: ReplicaBatch, call: LossCall) -> Backward:
         """Prepare a forward_backward without running it."""
         if not call.accumulate:  # also when the rows are refused
-            self._forget()
+            self.has_gradients = False
+            if self.worker.gradients is not None:
+                self.worker.gradients.forget()
         batches = self._prepare(part, Objective.create(call.loss, call.options).value_names)
         return self.worker.backward(batches, call)
 
@@ -75,11 +77,6 @@ class RankWorker:
             )
         self.has_gradients = False
         return self.worker.optim_step(lr, adam)
-
-    def _forget(self) -> None:
-        self.has_gradients = False
-        if self.worker.gradients is not None:
-            self.worker.gradients.forget()
 
     def sample(
         self,

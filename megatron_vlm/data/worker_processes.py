@@ -127,13 +127,9 @@ def _stand_back(_: int) -> None:
     moments of a core that the step leaves. A worker is steps ahead, and each step waits for its
     slowest thread."""
     os.nice(_NICER)
-    _let_server_end()
-
-
-def _let_server_end() -> None:
-    """Close a new worker's copy of the pipe by which the server sees that the trainer is gone.
-    Python gives the copy to every worker, so that a worker can start others. With it, a killed
-    trainer would leave the server and its workers alive for ever, each because of the other."""
+    # Close its copy of the pipe by which the server sees that the trainer is gone. Python gives the
+    # copy to every worker, so that a worker can start others. With it, a killed trainer would leave
+    # the server and its workers alive for ever, each because of the other.
     server: Any = getattr(forkserver, "_forkserver")  # noqa: B009 - typeshed does not know it
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)

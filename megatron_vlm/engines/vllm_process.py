@@ -194,9 +194,6 @@ class EngineReplica:
         self.given_up: Exception | None = None
         self.mending: asyncio.Task[None] | None = None
 
-    def reset_deaths(self) -> None:
-        self.deaths = 0
-
     def replace_engine(self, engine: EngineProcess, died: ChildDiedError) -> None:
         """Start another engine, once, after this one has died. Many requests may report its
         death."""

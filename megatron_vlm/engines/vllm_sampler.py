@@ -223,7 +223,7 @@ class VllmSampler:
                 try:
                     asking = engine.ask(do, body=pixels, hear=hear, **fields)
                     answer: dict[str, Any] = await asyncio.wait_for(asking, timeout_s)
-                    replica.reset_deaths()
+                    replica.deaths = 0
                     return answer
                 except (ChildDiedError, TimeoutError) as error:
                     died = _as_death(error, timeout_s)

@@ -87,6 +87,11 @@ class ChatTurn(Protocol):
     def parts(self) -> Sequence[object]: ...
 
 
+def is_blank(turn: ChatTurn) -> bool:
+    """Return whether a message shows nothing but white space."""
+    return not any(not isinstance(part, str) or part.strip() for part in turn.parts)
+
+
 @dataclass(frozen=True)
 class RenderedText:
     """A chat as the template has rendered it."""

@@ -178,7 +178,7 @@ class SignalWatch:
 
     def _cause(self, groups: Sequence[Group]) -> str:
         episodes = [each for group in groups for each in group.episodes]
-        if all(_are_alike(group.episodes) for group in groups):
+        if all(len({tuple(each.answers) for each in group.episodes}) == 1 for group in groups):
             return "the answers to a prompt are the same text; raise rl.temperature"
         if all(each.cut for each in episodes):
             return (
@@ -217,10 +217,6 @@ class SightWatch:
             "model does not get its pictures, the vision tower gives zeros, or the answers need "
             "no picture: see rl.seen in docs/rl.md"
         )
-
-
-def _are_alike(episodes: Sequence[Episode]) -> bool:
-    return len({tuple(each.answers) for each in episodes}) == 1
 
 
 def _short(text: str) -> str:

@@ -149,7 +149,9 @@ class EngineTeachers:
         for place, path in enumerate(distinct):
             engines = EngineThread()
             opened.callback(engines.close)
-            gpus = share_of_gpus(cfg.teacher.devices, place, len(distinct))
+            # Equal shares, in the order of the teachers, which config/teachers.py checks.
+            share = len(cfg.teacher.devices) // len(distinct)
+            gpus = cfg.teacher.devices[place * share : (place + 1) * share]
             try:
                 engines.start(named, teacher_settings(worker, data, path, gpus), waiting)
             except MegatronVLMError as error:
@@ -187,13 +189,6 @@ def _blind_teacher(path: str, problem: str) -> ConfigError:
         found=path,
         remedy="see what `megatron-vlm agree model.path=TEACHER` says, or set teacher.engine=own",
     )
-
-
-def share_of_gpus(gpus: Sequence[str], place: int, teachers: int) -> Sequence[str]:
-    """Return the engines of a teacher. Several teachers have equal shares, in their order, which
-    config/teachers.py checks."""
-    share = len(gpus) // teachers
-    return gpus[place * share : (place + 1) * share]
 
 
 def teacher_settings(

@@ -153,7 +153,7 @@ def _train_rows(groups: Sequence[Group], cfg: Config) -> list[TrainRow]:
         advantages = group_advantages(group.rewards, cfg.rl.advantage)
         for episode, advantage, weight in zip(episodes, advantages, weights, strict=True):
             for each in episode.segments:
-                sampled = _sampled_log_probs(each)
+                sampled = torch.tensor([value for value in each.log_probs if value is not None])
                 view = each.prompt_length, _teacher_prompt(episode, each)
                 row = TrainRow(_row(each), sampled, advantage, weight, teacher, None, *view)
                 rows.append(replace(row, episode=episode.number, group=episode.group))
@@ -196,10 +196,6 @@ def _row(segment: Segment) -> Row:
     drawn_S = torch.tensor([each is not None for each in segment.log_probs])
     labels_S = torch.where(drawn_S, ids_S, IGNORE)
     return Row(ids_S, labels_S, **pictures_of(segment.pictures), routing_SLK=segment.routing_SLK)
-
-
-def _sampled_log_probs(segment: Segment) -> Tensor:
-    return torch.tensor([each for each in segment.log_probs if each is not None])
 
 
 def _size(row: Row, work: WorkModel) -> RowSize:

@@ -184,7 +184,8 @@ class TurnEncoder:
             )
             decode = self.prompts.encoder.renderer.tokenizer.decode
             is_shown = decode(before).startswith(decode(asked))
-            self.before[key] = before[: _last_place(before, self.end_ids) + 1], is_shown
+            end = max(place for place, token in enumerate(before) if token in self.end_ids)
+            self.before[key] = before[: end + 1], is_shown
         return self.before[key]
 
     def _row(
@@ -197,10 +198,6 @@ class TurnEncoder:
 
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: record[key] for key in VARIABLE_KEYS if record.get(key) is not None}
-
-
-def _last_place(ids: Sequence[int], token_ids: Sequence[int]) -> int:
-    return max(place for place, token in enumerate(ids) if token in token_ids)
 
 
 def _grids(row: Row, name: str) -> list[list[int]]:

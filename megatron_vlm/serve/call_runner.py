@@ -98,15 +98,12 @@ class CallRunner:
         if call.kind == "forward_backward":
             self._learn(together)
         else:
-            outcome, changes = self._run_call(call)
+            if call.kind in ("optim_step", "load_weights"):
+                self.sample_turns.move(call.owner, self._snapshot)
+            method: Callable[..., Done] = getattr(self.model_calls, call.kind)
+            outcome, changes = method(call, self._form(call))
             self._finish([Finished(call.request_id, outcome, changes)], together)
         return together
-
-    def _run_call(self, call: Call) -> Any:
-        if call.kind in ("optim_step", "load_weights"):
-            self.sample_turns.move(call.owner, self._snapshot)
-        method: Callable[..., Any] = getattr(self.model_calls, call.kind)
-        return method(call, self._form(call))
 
     def _form(self, call: Call) -> Any:
         form_class, _ = CALL_FORMS[call.kind]

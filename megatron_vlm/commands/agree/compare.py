@@ -3,7 +3,7 @@
 Shapes: P patches, C values of a patch."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, zip_longest
@@ -164,14 +164,12 @@ class TokenText:
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode tokens. A run of placeholders becomes one word."""
-        return "".join(self._parts(ids))
-
-    def _parts(self, ids: Sequence[int]) -> Iterator[str]:
         visual = {self.tokens.image_id: "image", self.tokens.video_id: "frame"}
-        for name, run in groupby(ids, visual.get):
-            part = list(run)
-            text = f"[{name}: {len(part):,} tokens]" if name else self.tokenizer.decode(part)
-            yield str(text)
+        parts = [(name, list(run)) for name, run in groupby(ids, visual.get)]
+        return "".join(
+            f"[{name}: {len(part):,} tokens]" if name else str(self.tokenizer.decode(part))
+            for name, part in parts
+        )
 
     def split_around(self, prompt: ComparedPrompt, token: TokenPair) -> tuple[str, str, str]:
         """Return the text before a token of an answer, its own text, and the text after it."""
@@ -186,9 +184,7 @@ class TokenText:
         images = seen_by_trainer(row, self.images)
         for frames in seen_videos(row, self.images):
             images += list(frames[:: math.ceil(len(frames) / _FRAMES)])
-        return [_shrink(pixels) for pixels in images]
-
-
-def _shrink(pixels: np.ndarray) -> np.ndarray:
-    step = math.ceil(max(pixels.shape[:2]) / _SIDE)
-    return np.ascontiguousarray(pixels[::step, ::step])
+        steps = [math.ceil(max(pixels.shape[:2]) / _SIDE) for pixels in images]
+        return [
+            np.ascontiguousarray(p[::step, ::step]) for p, step in zip(images, steps, strict=True)
+        ]

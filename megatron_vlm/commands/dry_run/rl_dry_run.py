@@ -34,7 +34,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.export_folder import check_push
 from megatron_vlm.hf.weight_map import name_table
-from megatron_vlm.io.printable import escape_controls, short_name, size_text
+from megatron_vlm.io.printable import escape_controls, short_name, show_count, size_text
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.memory import StageMemory, estimate
@@ -154,7 +154,7 @@ def describe_teachers(model: PlannedModel) -> dict[str, str]:
     if not engine_kind(teacher.engine).on_ranks:
         count = max(len(teacher.devices), len(set(teachers_of(cfg).values())))
         scorer = describe_engine(replace(cfg.engine, name=teacher.engine))
-        return lines | {"scores": f"{scorer}, {_engines(count)}"}
+        return lines | {"scores": f"{scorer}, {show_count(count, 'engine')}"}
     distinct = dict.fromkeys(teacher_checkpoints(cfg).values())
     text = "; ".join(_memory_of(model, path) for path in distinct) or "nothing"
     return lines | {"scores": f"on the ranks, which need in addition: {text}"}
@@ -171,10 +171,6 @@ def try_view(cfg: Config, data: DataSet) -> str:
                 text = f"{len(row.ids_S):,}"
             found.append(f"{text} for {len(data.row(handle).ids_S):,}")
     return f"{cfg.teacher.view}; tokens of the first prompts: {', '.join(found)}"
-
-
-def _engines(count: int) -> str:
-    return "1 engine" if count == 1 else f"{count} engines"
 
 
 def _memory_of(model: PlannedModel, path: str) -> str:
@@ -204,10 +200,11 @@ def serve_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = Non
     model = plan_model(cfg, console, gpus, memory)
     dims, target = model.dims, model.target
     of = f", of {target.available}" if target.available else ""
+    clients = ", ".join(names or ()) or "the file has none yet, so no client is let in"
     rows = {
         "model": f"{serve.name or cfg.model.path}, {target.words(cfg)}",
         "address": f"{serve.host}, {f'port {serve.port}' if serve.port else 'a free port'}",
-        "API keys": _keys(names),
+        "API keys": "none: only clients on this machine" if names is None else clients,
         "layout": f"tp={dims.tp} pp={dims.pp} dp={dims.dp} in {dims.world_size:,} "
         f"process{'es' * (dims.world_size > 1)}",
         "sampler": sampler,
@@ -218,12 +215,6 @@ def serve_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = Non
     }
     console.print(escape_controls(aligned_lines(rows)), markup=False, soft_wrap=True)
     return 0
-
-
-def _keys(names: list[str] | None) -> str:
-    if names is None:
-        return "none: only clients on this machine"
-    return ", ".join(names) or "the file has none yet, so no client is let in"
 
 
 def _memory(model: PlannedModel) -> str:

@@ -88,18 +88,13 @@ def _run_folders(folder: Path) -> list[Path]:
                 names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
         except OSError:  # it has gone meanwhile, or may not be read
             continue
-        if _is_run(path, names):
+        has_log = any(name in names for name in _LOGS)
+        if has_log or (MARK in names and (read_mark(path) or {}).get("kind") == "run"):
             runs.append(path)
         elif depth < _MAX_DEPTH:
             inner = sorted(name for name, is_folder in names.items() if is_folder)
             places += [(path / name, depth + 1) for name in inner if not name.startswith(".")]
     return runs
-
-
-def _is_run(path: Path, names: dict[str, bool]) -> bool:
-    if any(name in names for name in _LOGS):
-        return True
-    return MARK in names and (read_mark(path) or {}).get("kind") == "run"
 
 
 RUNNING, FINISHED, STOPPED_RUN, KILLED = "running", "finished", "stopped", "killed"

@@ -92,13 +92,9 @@ def image_size(image: Image, policy: MediaPolicy, where: str) -> tuple[int, int]
         # Pillow would decode a PNG to look for EXIF after its pixels: only EXIF before them counts.
         # Pillow always turns a TIFF, and has already swapped its size.
         known = opened.format != "TIFF" and (opened.format != "PNG" or "exif" in opened.info)
-        turned = policy.exif_orientation and known and _is_turned(opened.getexif())
+        tag = opened.getexif().get(_ORIENTATION) if policy.exif_orientation and known else None
+        turned = tag in (5, 6, 7, 8)  # width and height are swapped; a text is no orientation
     return (width, height) if turned else (height, width)
-
-
-def _is_turned(exif: PIL.Image.Exif) -> bool:
-    """Return whether width and height are swapped. Text and the like are not an orientation."""
-    return exif.get(_ORIENTATION) in (5, 6, 7, 8)
 
 
 def read_image(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:

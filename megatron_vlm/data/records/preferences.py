@@ -167,12 +167,8 @@ def _answered(
             remedy=f"give the question as prompt, messages or conversations; {_REMEDY}",
         )
     if question != "prompt" and not isinstance(answer, str):
-        [answer] = [_content(message) for message in answer] if length == 1 else [answer]
+        [answer] = [m.get("content", m.get("value")) for m in answer] if length == 1 else [answer]
     return _chat(parse({**rest, _ANSWER_OF[question]: answer}, place)), length
-
-
-def _content(message: Mapping[str, Any]) -> Any:
-    return message.get("content", message.get("value"))
 
 
 def _pair_of_chats(

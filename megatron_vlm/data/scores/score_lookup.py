@@ -146,8 +146,10 @@ class TeacherTargets:
         """Refuse the first sample of an index without targets, or with targets of another length.
         `where` names the place of a sample."""
         first, last = self.scores.spans(index, where)
+        starts = np.cumsum([0, *map(len, self.scores.files)])[:-1]
+        by_digest = starts[self.scores.places[:, 0]] + self.scores.places[:, 1]
         tokens, counts = (
-            np.concatenate([getter(file) for file in self.scores.files])[self._flat()]
+            np.concatenate([getter(file) for file in self.scores.files])[by_digest]
             for getter in (lambda file: file.columns["tokens"], lambda file: file.counts)
         )
         # A digest may occur several times. Only the sample's own tokens tell these apart.
@@ -177,13 +179,6 @@ class TeacherTargets:
             teacher_ids_NJ=ids_NJ[:, : self.top_k],
             teacher_log_probs_NR=lump_tail(log_probs_NR, self.top_k),
         )
-
-    def _flat(self) -> np.ndarray:
-        """Return the number of each record, counted over all files, in the order of digests."""
-        starts = np.cumsum([0, *map(len, self.scores.files)])[:-1]
-        places = self.scores.places
-        flat: np.ndarray = starts[places[:, 0]] + places[:, 1]
-        return flat
 
 
 def lump_tail(log_probs_NR: Tensor, top_k: int) -> Tensor:

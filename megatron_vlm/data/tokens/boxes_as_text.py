@@ -97,7 +97,9 @@ def outlines_of(
     outlines: list[list[Outline]] = [[] for _ in range(images)]
     if not isinstance(record, Conversation):
         return outlines
-    text_outlines = list(_outlines_in_texts(write_boxes_as_text(record, sizes, y_first)))
+    written = write_boxes_as_text(record, sizes, y_first)
+    texts = [part for turn in written.turns for part in turn.parts if isinstance(part, str)]
+    text_outlines = [outline for text in texts for outline in outlines_in_text(text)]
     if y_first:
         text_outlines = [Outline(o.label, _exchange_axes(o.numbers)) for o in text_outlines]
     if record.objects is None:
@@ -124,12 +126,6 @@ def _scaled_boxes(chat: Conversation, sizes: Sequence[Size]) -> list[tuple[int, 
         thousandths(box, sizes[box.image], f"{chat.where}: objects", f"bbox[{place}]")
         for place, box in enumerate(chat.objects.boxes)
     ]
-
-
-def _outlines_in_texts(chat: Conversation) -> Iterator[Outline]:
-    for part in itertools.chain.from_iterable(turn.parts for turn in chat.turns):
-        if isinstance(part, str):
-            yield from outlines_in_text(part)
 
 
 def box_of_parts(record: Record) -> str | None:

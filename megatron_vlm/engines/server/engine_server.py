@@ -231,7 +231,9 @@ class Server:
             return  # another of its samples was refused in this step
         if output.prompt_token_ids != request.expected:
             self._forget_request(number)
-            self.link.refuse(number, _unlike_ids_message(output.prompt_token_ids, request.expected))
+            made, expected = len(output.prompt_token_ids), len(request.expected)
+            text = f"PromptError: vLLM made {made} ids of the prompt, not its {expected}"
+            self.link.refuse(number, text)
             return
         if request.top_k is not None:
             del self.pending[number]
@@ -306,10 +308,6 @@ class Server:
         self.engine.reset_prefix_cache(reset_running_requests=True)
         self.engine.reset_encoder_cache()
         self.engine.set_weight_version(str(version))
-
-
-def _unlike_ids_message(ids: list[int], expected: list[int]) -> str:
-    return f"PromptError: vLLM made {len(ids)} ids of the prompt, not its {len(expected)}"
 
 
 def end_with_workers(workers: list[Any]) -> None:

@@ -26,6 +26,7 @@ from megatron_vlm.family.chat_format import (
     RenderedText,
     ThoughtMarks,
     VisionMarks,
+    is_blank,
 )
 
 _START, _END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -120,7 +121,7 @@ def _find_messages(rendered: RenderedText, turns: Sequence[ChatTurn]) -> list[Me
     for piece, after in pairwise([*pieces, None]):
         assert piece is not None
         if piece.role == "model":
-            places = [] if caller is None or _is_blank(turns[caller]) else [caller]
+            places = [] if caller is None or is_blank(turns[caller]) else [caller]
             is_single = after is not None and after.role == "model"
             while _role(turns, shown) == "assistant" and not (is_single and places):
                 places.append(shown)
@@ -141,10 +142,6 @@ def _find_messages(rendered: RenderedText, turns: Sequence[ChatTurn]) -> list[Me
 
 def _role(turns: Sequence[ChatTurn], place: int) -> str:
     return turns[place].role if place < len(turns) else ""
-
-
-def _is_blank(turn: ChatTurn) -> bool:
-    return not any(not isinstance(part, str) or part.strip() for part in turn.parts)
 
 
 def _turns(rendered: RenderedText) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from megatron_vlm.family.chat_format import (
     RenderedText,
     ThoughtMarks,
     VisionMarks,
+    is_blank,
 )
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
@@ -138,7 +139,7 @@ def _turns_of(turns: Sequence[ChatTurn], first: int, role: str) -> range:
     """Return the turns that a message with this role shows: one, or several tool messages, which
     Qwen's templates show as one of the user; none for a system prompt of the template's own."""
     roles = [turn.role for turn in turns]
-    if first < len(roles) and roles[first] == "system" != role and _is_blank(turns[first]):
+    if first < len(roles) and roles[first] == "system" != role and is_blank(turns[first]):
         first += 1
     end = first
     if role == "user" and roles[first : first + 1] == ["tool"]:
@@ -147,10 +148,6 @@ def _turns_of(turns: Sequence[ChatTurn], first: int, role: str) -> range:
     elif roles[first : first + 1] == [role]:
         end += 1
     return range(first, end)
-
-
-def _is_blank(turn: ChatTurn) -> bool:
-    return not any(not isinstance(part, str) or part.strip() for part in turn.parts)
 
 
 CHAT = ChatFormat(

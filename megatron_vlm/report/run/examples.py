@@ -3,7 +3,7 @@ to the same held-out questions, side by side."""
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -128,8 +128,11 @@ def answer_section(folders: Mapping[str, Path]) -> Iterator[sections.Section]:
         if not has_heading:
             yield sections.Heading("Answers side by side", "Answers")
             has_heading = True
-        counts = ", ".join(_counts(shared, by_run))
-        yield sections.Note(f"{name}: {counts}.", "quiet")
+        counts = []
+        for run in by_run:
+            if verdicts := [is_right(*each[run]) for each in shared.values() if run in each]:
+                counts.append(f"{run} has {sum(verdicts):,} of {len(verdicts):,} right")
+        yield sections.Note(f"{name}: {', '.join(counts)}.", "quiet")
         if len(shared) > _MAX_CARDS:
             yield sections.Note(f"The first {_MAX_CARDS} of {len(shared):,} are here.", "quiet")
         chosen = sorted(shared, key=lambda where: _kind(shared[where]) != "different")[:_MAX_CARDS]
@@ -150,13 +153,6 @@ def _shared(by_run: Mapping[str, _Answers]) -> dict[str, _Answers]:
         for where, answers in found.items()
         if len(answers) > 1 and len({references for _, references in answers.values()}) == 1
     }
-
-
-def _counts(shared: Mapping[str, _Answers], runs: Iterable[str]) -> Iterator[str]:
-    """Yield how many of its answers each run has right."""
-    for run in runs:
-        if verdicts := [is_right(*each[run]) for each in shared.values() if run in each]:
-            yield f"{run} has {sum(verdicts):,} of {len(verdicts):,} right"
 
 
 def _kind(answers: _Answers) -> str:

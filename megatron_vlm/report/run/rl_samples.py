@@ -290,11 +290,9 @@ class _Cards:
         if (more := len(episode.answers) - _MAX_ANSWERS) > 0:
             parts.append(sections.Note(f"[... {more:,} more answers]", "quiet"))
         parts.append(sections.Note(" \u00b7 ".join(_facts(episode)), "quiet"))
-        return sections.Labelled(number(episode.reward), parts, self._score(episode.reward))
-
-    def _score(self, reward: float) -> float:
-        low, high = min(self.rewards), max(self.rewards)
-        return (reward - low) / (high - low) if 0 < high - low < float("inf") else 0.5
+        reward, low, high = episode.reward, min(self.rewards), max(self.rewards)
+        score = (reward - low) / (high - low) if 0 < high - low < float("inf") else 0.5
+        return sections.Labelled(number(reward), parts, score)
 
 
 def _facts(episode: ShownEpisode) -> Iterator[str]:

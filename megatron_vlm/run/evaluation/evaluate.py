@@ -104,7 +104,10 @@ class Evaluator:
         if self.cfg.eval.blind:
             figures, blind = self._measure(replace(held_out, is_blind=True))
             scores |= {f"blind_{name}": value for name, value in figures.items()}
-            scores |= _needs_picture(answers, blind)
+            pairs = zip(answers, blind, strict=True)
+            changed = [not other.is_right for answer, other in pairs if answer.is_right]
+            if changed:  # the share of the right answers that are wrong with grey pictures
+                scores["needs_picture"] = fmean(changed)
         remarks = remarks_on(self.meter.metrics, answers, held_out.name)
         scores |= {"samples": held_out.samples, "seconds": time.perf_counter() - start}
         data = held_out.data
@@ -171,13 +174,6 @@ def _gather_answers(answers: Sequence[Answer], dp: GroupAxis, device: torch.devi
         Answer((source, index), right, prediction, tuple(known), *measured)
         for (source, index), right, prediction, known, *measured in dealt
     ]
-
-
-def _needs_picture(answers: Sequence[Answer], blind: Sequence[Answer]) -> dict[str, float]:
-    """Return the share of the right answers that are wrong with grey pictures, if any is right."""
-    pairs = zip(answers, blind, strict=True)
-    changed = [not other.is_right for answer, other in pairs if answer.is_right]
-    return {"needs_picture": fmean(changed)} if changed else {}
 
 
 def _prediction(data: DataSet, answer: Answer) -> dict[str, Any]:

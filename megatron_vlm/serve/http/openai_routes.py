@@ -2,6 +2,7 @@
 a chat template. Errors, usage and log-probs have one form in all of them."""
 
 import asyncio
+import json
 import math
 import time
 import uuid
@@ -178,7 +179,10 @@ class _Whole:
                 **({"index": number} if indexed else {}),
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments_text},
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                },
             }
             for number, call in enumerate(reply.answer.calls)
         ]

@@ -5,7 +5,6 @@ anybody."""
 
 import base64
 import binascii
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -211,11 +210,6 @@ class ToolCall:
     id: str
     name: str
     arguments: Mapping[str, Any]
-
-    @property
-    def arguments_text(self) -> str:
-        """The arguments as JSON."""
-        return json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)

@@ -30,26 +30,20 @@ _KINDS = ("encoded_text", "image")
 _TOKEN = f"a whole number from 0 to {MAX_TOKEN_ID}"
 
 
-def read_chunks(messages: Sequence[Any], where: str) -> tuple[Chunk, ...]:
-    """Read the chunks of a datum's model_input."""
-    chunks = tuple(_of_message(each, f"{where}[{i}]") for i, each in enumerate(messages))
-    return _check_not_empty(chunks, where)
-
-
 def read_prompt(objects: Sequence[Mapping[str, Any]]) -> tuple[Chunk, ...]:
     """Read the chunks of a prompt, as parsed JSON."""
     chunks = tuple(_of_json(each, f"prompt.chunks[{i}]") for i, each in enumerate(objects))
-    return _check_not_empty(chunks, "prompt.chunks")
+    _check_not_empty(chunks, "prompt.chunks")
+    return chunks
 
 
-def _check_not_empty(chunks: tuple[Chunk, ...], where: str) -> tuple[Chunk, ...]:
+def _check_not_empty(chunks: tuple[Chunk, ...], where: str) -> None:
     if not any(isinstance(each, Picture) or len(each.tokens) for each in chunks):
         raise RequestError(
             f": its {len(chunks)} chunks have no token and no picture",
             key=where,
             remedy="give one or more",
         )
-    return chunks
 
 
 def _of_message(chunk: Any, where: str) -> Chunk:
@@ -288,7 +282,9 @@ def _check_dense_entries(data: Iterable[Any]) -> None:
 
 
 def _datum(datum: Any, where: str) -> Datum:
-    chunks = read_chunks(datum.model_input, f"{where}.model_input")
+    at = f"{where}.model_input"
+    chunks = tuple(_of_message(each, f"{at}[{i}]") for i, each in enumerate(datum.model_input))
+    _check_not_empty(chunks, at)
     named = _entries_by_name(datum.loss_fn_inputs, f"{where}.loss_fn_inputs")
     inputs = {name: read_tensor(tensor, label) for name, (tensor, label) in named.items()}
     for name, (_, label) in named.items():
