@@ -226,13 +226,12 @@ def check_objective(cfg: Config) -> None:
     spec, preference, name = spec_of(cfg), cfg.preference, cfg.train.objective
     unknown = [loss for loss in preference.losses if loss not in spec.losses]
     if unknown:
-        names = [other for other, each in OBJECTIVES.items() if unknown[0] in each.losses]
         raise ConfigError(
             f"is not a loss of train.objective={name}",
             key="preference.losses",
             found=unknown[0],
             allowed=spec.losses or ("none",),
-            remedy=f"train.objective={names[0]} has it" if names else "",
+            remedy=_remedy_of(unknown[0]),
         )
     if len(set(preference.losses)) < len(preference.losses):
         raise ConfigError(
@@ -263,6 +262,11 @@ def check_objective(cfg: Config) -> None:
         )
     _check_smoothing(cfg)
     _check_reference(cfg)
+
+
+def _remedy_of(loss: str) -> str:
+    names = [name for name, spec in OBJECTIVES.items() if loss in spec.losses]
+    return f"train.objective={names[0]} has it" if names else ""
 
 
 def _check_distill(cfg: Config) -> None:

@@ -41,6 +41,8 @@ def rl_line(
     spans = [(step - 1 - version, tokens) for each in episodes for version, tokens in each.versions]
     tokens = sum(count for _, count in spans)
     means = metrics.means
+    read = sum(len(part.ids) for each in episodes for part in each.segments)
+    distinct = sum(len(each.segments[-1].ids) for each in episodes)
     taught = [each for each in episodes if each.teacher_kl is not None]
     share = sum(each.trained for each in taught) / sum(lengths)
     return RlLine(
@@ -70,18 +72,11 @@ def rl_line(
         behind=None if apart is None else sum(age * count for age, count in spans) / tokens,
         behind_max=None if apart is None else max(age for age, _ in spans),
         rows=fmean(len(each.segments) for each in episodes),
-        reread=_reread(episodes),
+        reread=read / distinct,
         seen=None if seen is None else seen.seen,
         blind=None if seen is None else seen.blind,
         figures=_means([each.figures for each in episodes]),
     )
-
-
-def _reread(episodes: Sequence[Episode]) -> float:
-    """Return how often a position is read: positions of all rows per distinct position."""
-    rows = sum(len(part.ids) for each in episodes for part in each.segments)
-    last = sum(len(each.segments[-1].ids) for each in episodes)
-    return rows / last
 
 
 def _teacher_kl(taught: Sequence[Episode], exact: float | None, share: float) -> float | None:

@@ -64,7 +64,7 @@ class ForwardBackward:
 
     @property
     def size(self) -> int:
-        """Return the bytes of its pictures and arrays. Those of sparse inputs exceed the body's."""
+        """Return the bytes of its pictures and arrays. Sparse inputs grow beyond the body."""
         chunks = [chunk for datum in self.data for chunk in datum.chunks]
         arrays = [array for datum in self.data for array in datum.inputs.values()]
         arrays += [chunk.tokens for chunk in chunks if isinstance(chunk, Text)]
