@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from megatron_vlm.model.flash_windows import Pictures
+from megatron_vlm.model.flash_windows import PictureTokens
 from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.offload_activations import OffloadPass
 from megatron_vlm.model.router import Routing
@@ -34,7 +34,7 @@ class PassContext:
     # Places in the flattened [S * B] to which the last layer's feed-forward network is applied,
     # because the head reads no others. None: all.
     places_N: Tensor | None = None
-    pictures: Pictures | None = None  # None: not known on the host
+    pictures: PictureTokens | None = None  # None: not known on the host
     # Masks of attention that layers share, by what they depend on. The first of them makes each.
     masks: dict[object, Tensor] = field(default_factory=dict)
 

@@ -193,7 +193,8 @@ def times(x_MI: Tensor, weight_eOI: Tensor, counts: RowCounts) -> Tensor:
 
 
 def times_grouped(x_MI: Tensor, weight_eOI: Tensor, counts: RowCounts) -> Tensor:
-    """Multiply like `times`, by one kernel for all experts, which needs at least one row."""
+    """Multiply like `times`, by one kernel for all experts, which needs at least one row. It knows
+    no other type of results than that of its inputs, so bf16 rounds weight gradients."""
     counts_e = counts.on_device(x_MI.device)
     # There the gradients of experts without rows are unset, not zero: pytorch issue 172439.
     if is_blackwell(x_MI.device):

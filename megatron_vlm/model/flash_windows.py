@@ -19,7 +19,7 @@ from megatron_vlm.family.spec import Tokens
 
 
 @dataclass(frozen=True)
-class Pictures:
+class PictureTokens:
     """Tokens that see later tokens of their picture, as places in the flattened [B * S]. Each
     picture is reversed, because a causal kernel lets a token see what comes before it."""
 
@@ -29,7 +29,7 @@ class Pictures:
     longest: int  # the most places of a picture
 
     @staticmethod
-    def of_rows(ids_BS: Tensor, tokens: Tokens) -> "Pictures":
+    def of_rows(ids_BS: Tensor, tokens: Tokens) -> "PictureTokens":
         """Return the pictures of these rows, whose ids are on the host."""
         is_visual_BS = (ids_BS == tokens.image_id) | (ids_BS == tokens.video_id)
         edges = F.pad(is_visual_BS, (1, 1)).int().diff()
@@ -44,11 +44,13 @@ class Pictures:
         queries_P = torch.cat([torch.zeros(0, dtype=torch.long), *places])
         counts = [count for count in counts if count]
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-        return Pictures(queries_P, queries_P + 1, starts, max(counts, default=0))
+        return PictureTokens(queries_P, queries_P + 1, starts, max(counts, default=0))
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> "Pictures":
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "PictureTokens":
         """Return them with their tensors moved to the device by `move`."""
-        return Pictures(move(self.queries_P), move(self.keys_P), move(self.starts), self.longest)
+        return PictureTokens(
+            move(self.queries_P), move(self.keys_P), move(self.starts), self.longest
+        )
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Window:
     picture, if any."""
 
     size: int
-    pictures: Pictures | None = None
+    pictures: PictureTokens | None = None
 
 
 def window_attention(
@@ -119,7 +121,7 @@ class _WindowAttention(torch.autograd.Function):
         key_TGD: Tensor,
         value_TGD: Tensor,
         near: _FlashCall,
-        pictures: Pictures | None,
+        pictures: PictureTokens | None,
     ) -> Tensor:
         parts = query_TND, key_TGD, value_TGD
         out_TND, lse_NT = near.forward(*parts)
@@ -154,12 +156,12 @@ class _WindowAttention(torch.autograd.Function):
         return d_query, d_key, d_value, None, None
 
 
-def _later(near: _FlashCall, pictures: Pictures) -> _FlashCall:
+def _later(near: _FlashCall, pictures: PictureTokens) -> _FlashCall:
     return _FlashCall(pictures.starts, pictures.longest, -1, near.scale)
 
 
 def _picked(
-    pictures: Pictures, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor
+    pictures: PictureTokens, query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor
 ) -> tuple[Tensor, ...]:
     """Return queries, keys and values of the call among the tokens of pictures."""
     keys = (x.index_select(0, pictures.keys_P) for x in (key_TGD, value_TGD))

@@ -20,7 +20,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.decoder_layer import PassContext
-from megatron_vlm.model.flash_windows import Pictures
+from megatron_vlm.model.flash_windows import PictureTokens
 from megatron_vlm.model.head import Head, HeadOutput, OutputLayer, Targets, log_probs_head
 from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.offload_activations import ActivationOffload, OffloadPass
@@ -116,7 +116,7 @@ class StageModel(GPTModel):
             )
         routing: Routing | None = head.pop("routing", None)
         has_visuals: bool = head.pop("has_visuals", True)
-        pictures: Pictures | None = head.pop("pictures", None)
+        pictures: PictureTokens | None = head.pop("pictures", None)
         if attention_mask is not None:
             _check_right_padded(attention_mask)
             routing = routing or Routing(_places(attention_mask.bool()))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import REJECTED, MicroBatch
 from megatron_vlm.data.tokens.row import COLUMNS, GRID_OF, VALUE
-from megatron_vlm.model.flash_windows import Pictures
+from megatron_vlm.model.flash_windows import PictureTokens
 from megatron_vlm.model.head import Targets
 from megatron_vlm.model.router import Routing, real_places
 from megatron_vlm.model.stage_model import StageModel
@@ -76,7 +76,7 @@ class StageInput:
     rows: "RowInputs | None" = None  # set if a loss reads rows
     number: int = 0  # number of this micro-batch in the step
     routing: Routing | None = None  # set if there are experts
-    pictures: Pictures | None = None  # set if attention has windows
+    pictures: PictureTokens | None = None  # set if attention has windows
 
     @property
     def ids_BS(self) -> Tensor:
@@ -123,7 +123,7 @@ def stage_input(
             parts[name] = moved(getattr(batch, name))
     text = chunk.sizes.text
     if sees and batch.visual and any(each.sees_image for each in text.attentions):
-        parts["pictures"] = Pictures.of_rows(batch.ids_BS, chunk.sizes.tokens).moved(move)
+        parts["pictures"] = PictureTokens.of_rows(batch.ids_BS, chunk.sizes.tokens).moved(move)
     if chunk.post_process:
         row_N, column_N = batch.supervised
         parts["places_N"] = move(column_N * len(batch.lengths) + row_N)

@@ -9,8 +9,11 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from megatron_vlm.config.schema import Config, ModelConfig
 from megatron_vlm.distributed.device import Platform
-from megatron_vlm.model.build import accumulates_fp32
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family import read_sizes
+from megatron_vlm.model.build import accumulates_fp32, transformer_config
 from megatron_vlm.training.worker import MegatronWorker
 from tests.device.emulator import CUDA, emulated
 from tests.device.test_trainer import SHALLOW
@@ -75,14 +78,18 @@ def test_products_are_not_rounded(name, pool, tiny):
     assert min(errors[None].values()) > 5e-4  # on the CPU the default does not change anything
 
 
-def on_a_device() -> tuple[bool, list[Any]]:
+def on_a_device(path: str) -> tuple[bool, list[Any]]:
     with emulated() as findings:
         gpu = Platform("cuda", CUDA, "gloo", torch.bfloat16)
         on = accumulates_fp32(None, torch.bfloat16, gpu)
         assert not accumulates_fp32(None, torch.float32, gpu)
         assert not accumulates_fp32(False, torch.bfloat16, gpu)
+        text, dims = read_sizes(path).text, ParallelDims(1, 1, 1, 1, (2,))
+        for backend in ("torch", "te"):
+            cfg = Config(model=ModelConfig(path, backend=backend))
+            assert transformer_config(cfg, text, dims, gpu, False).gradient_accumulation_fusion
     return on, [each for each in findings.all if each.kind != "sync"]
 
 
-def test_on_cuda_it_is_on_in_bf16_alone(device_pool):
-    assert device_pool.run(on_a_device, 1) == [(True, [])]
+def test_on_cuda_it_is_on_in_bf16_alone(device_pool, tiny):
+    assert device_pool.run(on_a_device, 1, tiny(**SHALLOW)) == [(True, [])]

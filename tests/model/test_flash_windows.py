@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_vlm.distributed.device import Platform
 from megatron_vlm.family.gemma4.model import gemma4_sizes
 from megatron_vlm.family.spec import Tokens
 from megatron_vlm.model import flash_windows
-from megatron_vlm.model.attention_kernels import as_added, attend
-from megatron_vlm.model.flash_windows import Pictures, Window, window_attention
+from megatron_vlm.model.attention_kernels import AttentionShape, as_added, attend, choose_kernels
+from megatron_vlm.model.flash_windows import PictureTokens, Window, window_attention
 from megatron_vlm.model.windowed_attention import window_mask
 from tests.support import varlen
+from tests.support.flash_attention4 import flash_attention4
 from tests.support.gemma4 import IMAGE, VIDEO, TinyGemma4
 
 SCALE = 0.4
@@ -71,7 +73,7 @@ def apart(window: int, rows: list[str]) -> float:
     ids_BS = ids_of(rows)
     has_pictures = any(row.strip("t") for row in rows)
     expected = by_mask(ids_BS, window, has_pictures)
-    pictures = Pictures.of_rows(ids_BS, tokens()) if has_pictures else None
+    pictures = PictureTokens.of_rows(ids_BS, tokens()) if has_pictures else None
     given = Window(window, pictures)
     found = results(lambda *parts: window_attention(*parts, given, SCALE), *ids_BS.shape)
     pairs = zip(found, expected, strict=True)
@@ -83,6 +85,21 @@ def test_equals_the_mask(name, record_property):
     worst = apart(*CASES[name])
     record_property("worst", worst)
     assert worst <= TOLERANCE  # measured: 2.5e-7
+
+
+@pytest.mark.parametrize("name", ["a window's length", "text"])
+def test_flash_attention_4_gets_our_arguments(name):
+    """Key heads are not repeated, and the second call, among pictures, is causal."""
+    window, rows = CASES[name]
+    gpu = Platform("cuda", torch.device("cpu"), "gloo", torch.float32)
+    with flash_attention4() as calls, mock.patch.object(Platform, "wait", lambda _: None):
+        choose_kernels("fa4", {0: AttentionShape(1, 4, 2, 9, 8, 1, torch.float)}, gpu)
+        calls.clear()
+        assert apart(window, rows) <= TOLERANCE
+    seen = [(call["causal"], call["window_size_left"], call["window_size_right"]) for call in calls]
+    near, later = (False, window - 1, 0), (True, None, 0)
+    assert seen == ([near, later, near, later] if name != "text" else [near, near])
+    assert {call["heads"] for call in calls} == {(4, 2)}
 
 
 def wider(*given: Any) -> Any:

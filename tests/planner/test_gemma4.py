@@ -14,10 +14,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vlm.cli import main
+from megatron_vlm.config.schema import Config, ModelConfig
 from megatron_vlm.data.batches.balance import WorkModel
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.decoder_layers import Experts
 from megatron_vlm.family.gemma4.model import gemma4_sizes
 from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.layout import ModelLayout
+from megatron_vlm.planner.memory import activations
+from megatron_vlm.planner.row_sizes import BatchSizes
 from tests.model.test_parity import layout
 from tests.planner.test_memory import EVERY, check_memory, lora
 from tests.support.gemma4 import MIXED, RowSpec, TinyGemma4, make_rows
@@ -142,6 +147,31 @@ CASES: dict[str, Any] = {
 def test_memory_is_that_of_the_built_worker(case, spec, specs, pool, tmp_path, request):
     path = TinyGemma4(**WIDE, **spec).write(tmp_path / "model")
     check_memory(path, case, make_rows(specs), "bf16" in request.node.name, pool)
+
+
+@pytest.mark.parametrize(
+    ("platform", "attention", "itemsize", "masked"),
+    [
+        ("auto", "auto", 2, False),
+        ("cuda", "fa4", 2, False),
+        ("cuda", "efficient", 2, True),
+        ("cuda", "auto", 4, True),
+        ("cpu", "auto", 2, True),
+    ],
+)
+def test_windows_have_a_mask_unless_flash_attention_computes_them(
+    platform, attention, itemsize, masked
+):
+    """Rows of text have one mask for all, if they are longer than the window."""
+    cfg = Config(model=ModelConfig("x", attention=attention), platform=platform)
+    batch = BatchSizes(2, 64, 128, 0, 64)
+
+    def kept(window: int) -> int:
+        sizes = sizes_of(TinyGemma4(window=window))
+        dims = ParallelDims(1, 1, 1, 1, (sizes.text.num_layers,))
+        return activations(ModelLayout(cfg, sizes, dims, itemsize), 0, batch)
+
+    assert kept(8) - kept(64) == itemsize * masked * 64 * 64
 
 
 @pytest.mark.full
