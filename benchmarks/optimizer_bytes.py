@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from megatron_vlm.config.optimizer_spec import STATE_NAMES, OptimizerSpec
 from megatron_vlm.training.adamw import Kernel, RangedAdamW
-from megatron_vlm.training.fused_adamw import update
+from megatron_vlm.training.fused_adamw import fused_step
 
 WEIGHTS = 2**14
 _VIEWS = ("view", "detach", "empty", "alias", "slice", "expand", "unsqueeze", "empty_like", "t")
@@ -113,7 +113,7 @@ def step_of(states: str, kernel: Kernel | None) -> Callable[[], None]:
 def main() -> None:
     addresses, rows = Addresses(), {}
     for states in ("fp32", "bf16", "int8"):
-        step, fused = step_of(states, None), step_of(states, update)
+        step, fused = step_of(states, None), step_of(states, fused_step)
         step()
         fused()
         addresses.take()

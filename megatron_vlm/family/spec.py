@@ -99,7 +99,7 @@ class TextSizes:
 
     @property
     def ends_at_places(self) -> bool:
-        """Whether the last layer's feed-forward network is applied to supervised tokens alone,
+        """True if the last layer's feed-forward network is applied to supervised tokens alone,
         which are all that the head reads. Experts need all tokens for the losses of their
         router."""
         return self.experts is None

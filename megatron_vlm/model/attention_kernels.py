@@ -146,7 +146,7 @@ class TowerShape:
         return call
 
 
-Shapes = Mapping[Any, AttentionShape | TowerShape]  # of each kind of attention
+Shapes = Mapping[Any, AttentionShape | TowerShape]  # by kind of attention
 
 
 def attention_shapes(

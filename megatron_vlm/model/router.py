@@ -100,7 +100,7 @@ class Routing:
     given: dict[int, Tensor] = field(default_factory=dict)  # [N, K], any integers
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
     sent: dict[int, RowCounts] = field(default_factory=dict)  # this rank's tokens, by expert
-    counts: dict[int, Counts] = field(default_factory=dict)  # those of all ranks
+    counts: dict[int, Counts] = field(default_factory=dict)  # tokens of all ranks
     # Tokens whose experts are given, and how many of them the router would send elsewhere.
     rerouted: dict[int, Tensor] = field(default_factory=dict)  # [2]
     losses: RouterLosses | None = None  # losses that the routers add

@@ -65,7 +65,7 @@ class StageModel(GPTModel):
         self.share_images = share_images
         self.rotary_pos_emb = rotary
         self.offload = offload
-        self.kernels: dict[Any, str] = {}  # of each kind of attention, for all chunks
+        self.kernels: dict[Any, str] = {}  # by kind of attention, the same for all chunks
         self.ends_at_places = last and bool(layers.layer_specs) and sizes.text.ends_at_places
         if self.ends_at_places:
             self.decoder.layers[-1].is_last = True

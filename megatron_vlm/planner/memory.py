@@ -162,7 +162,7 @@ def kept_of_layer(
     is_frozen, learning = cfg.model.freeze_language, learns(cfg, "language")
     # The input of a frozen linear layer or norm is not needed again. Next to adapters, norms are
     # frozen.
-    norms = 1 if is_frozen else 3 if learning else 2  # of the mixer, and of the other part
+    norms = 1 if is_frozen else 3 if learning else 2  # before the mixer and the other part
     norms += layer.post_norms // 2 * (2 if learning else 1)
     # The gradients of the experts' weights and adapters need the inputs of their layers.
     inputs = learning or layout.adapted.experts

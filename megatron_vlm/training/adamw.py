@@ -175,7 +175,7 @@ def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a step does with all gradients, as the device has computed it."""
+    """Change of all gradients by a step, as the device has computed it."""
 
     factor: Tensor  # by which they are multiplied, in fp32
     skip: Tensor  # not 0: leave weights and moments as they are

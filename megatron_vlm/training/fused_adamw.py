@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_vlm.config.optimizer_spec import QUANTIZED_BLOCK, STATE_NAMES
 from megatron_vlm.training.adamw import Int8Moment, Moment, Scaling, noise_seed
 
-_BLOCKS = 4  # of a program
+_BLOCKS = 4  # in a program
 
 
 @triton.jit
@@ -54,9 +54,8 @@ def _read(moment, scales, values_of, rows, places, live, STATES: tl.constexpr):
 
 
 @triton.jit
-def _write_codes(
-    values, noise, moment, scales, values_of, codes_of, rows, places, live, IS_ROOT: tl.constexpr
-):
+def _write_codes(values, noise, moment, tables, rows, places, live, IS_ROOT: tl.constexpr):
+    scales, values_of, codes_of = tables
     largest = tl.max(tl.abs(values), axis=1)[:, None]
     shares = tl.div_rn(values, tl.broadcast_to(largest, values.shape))
     shares = tl.where(shares == shares, shares, 0.0)  # a block of zeros has no shares
@@ -131,33 +130,13 @@ def adamw_kernel(  # noqa: PLR0913
         else:
             noise = (noise.to(tl.float32) + 0.5) * (1.0 / 65536.0)
             half = tl.zeros_like(noise) + 0.5
-            _write_codes(
-                mean,
-                half,
-                means,
-                mean_scales,
-                mean_values_of,
-                mean_codes_of,
-                rows,
-                places,
-                live,
-                False,
-            )
-            _write_codes(
-                tl.sqrt_rn(square),
-                noise,
-                squares,
-                square_scales,
-                square_values_of,
-                square_codes_of,
-                rows,
-                places,
-                live,
-                True,
-            )
+            tables = mean_scales, mean_values_of, mean_codes_of
+            _write_codes(mean, half, means, tables, rows, places, live, False)
+            tables = square_scales, square_values_of, square_codes_of
+            _write_codes(tl.sqrt_rn(square), noise, squares, tables, rows, places, live, True)
 
 
-def update(
+def fused_step(
     main: Tensor,
     moments: Mapping[str, Moment],
     group: Mapping[str, Any],

@@ -178,14 +178,14 @@ def choose_kernel(states: str, device: torch.device) -> Kernel | None:
     reason = "Triton is not installed"
     if find_spec("triton") is not None:
         try:
-            from megatron_vlm.training.fused_adamw import update
+            from megatron_vlm.training.fused_adamw import fused_step
 
-            distance = _distance(update, states, device)
+            distance = _distance(fused_step, states, device)
             reason = "" if distance < _MAX_DISTANCE else f"its weights are {distance:.1e} apart"
         except Exception as error:  # a kernel that does not compile may raise anything
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if not all_reduce_max(int(reason != "")):
-        return update
+        return fused_step
     if dist.get_rank() == 0:
         reason = reason or "another rank cannot run its kernel"
         print_to_user(f"AdamW takes several kernels a step, and longer: {reason}")

@@ -27,7 +27,7 @@ from megatron_vlm.config.optimizer_spec import STATE_NAMES, OptimizerSpec
 from megatron_vlm.family.tiny import TinySpec
 from megatron_vlm.training import optimizer
 from megatron_vlm.training.adamw import RangedAdamW, Scaling, make_moment
-from megatron_vlm.training.fused_adamw import update
+from megatron_vlm.training.fused_adamw import fused_step
 from megatron_vlm.training.worker import MegatronWorker
 from tests.gpu.test_parity_gpu import spawn
 from tests.model.test_parity import layout
@@ -86,7 +86,7 @@ def different(states: str, weights: int, start: int, betas: tuple[float, float])
     values = torch.nn.functional.pad(torch.randn(weights, generator=generator), (0, padding))
     settings = {"lr": 1e-2, "betas": betas, "eps": 1e-8}
     plain = make(values, start, None, settings, states)
-    fused = make(values[:weights], start, update, settings, states)
+    fused = make(values[:weights], start, fused_step, settings, states)
     [padded], [weight] = (each.param_groups[0]["params"] for each in (plain, fused))
     count = 0
     for step in range(STEPS):
@@ -137,7 +137,7 @@ def trained(path: str, case: Case, with_kernel: bool) -> tuple[list[float], list
     has gradients that are not finite."""
     prepare_interpreter()
     if with_kernel:
-        optimizer.choose_kernel = lambda states, device: update
+        optimizer.choose_kernel = lambda states, device: fused_step
     case = replace(case, optim={"lr": 1e-2, "clip_grad": 2.0, **case.optim})
     worker, norms = MegatronWorker(case.config(path)), []
     for step in range(4):
