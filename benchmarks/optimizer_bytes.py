@@ -78,7 +78,8 @@ class Addresses:
 
     @staticmethod
     def _add(found: list[tuple[Any, int]], ptrs: Any, mask: Any, size: int) -> None:
-        found.append((ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].ravel(), size))
+        is_live = np.broadcast_to(mask.data.astype(bool), ptrs.data.shape)
+        found.append((ptrs.data[is_live], size))
 
     def take(self) -> int:
         """Return the bytes since the last call."""
