@@ -144,7 +144,7 @@ def test_fit_proposes_the_fastest_switches_that_fit(eight):
     assert cost.key == "optim.offload=1" and cost.slowdown > 0.3
     assert cost.saved == pytest.approx(12 * 8.77e9, rel=0.03)
     assert cost.host == pytest.approx(12 * 8.77e9, rel=0.03)
-    tight = question(eight, 4, 40)
+    tight = question(eight, 4, 39)
     sets = fitting_sets(*tight)
     assert [each.keys for each in sets] == [
         ["optim.states=int8"],
