@@ -144,7 +144,7 @@ def build_optimizer(
             config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
         )
     set_adam(optimizer, AdamStep.from_config(optim))
-    kernel = choose_kernel(spec.states, next(iter(entries)).device)
+    kernel = choose_adamw_kernel(spec.states, next(iter(entries)).device)
     if spec.states == "fp32":
         for group in optimizer.param_groups:
             if "foreach" in group:  # torch's AdamW: neither TE nor Apex provides a fused one
@@ -170,7 +170,7 @@ _TRIED_WEIGHTS = 5000  # the last block is not full
 _MAX_DISTANCE = 1e-3  # relative to the norm: a code of 8 bits may be the next one
 
 
-def choose_kernel(states: str, device: torch.device) -> Kernel | None:
+def choose_adamw_kernel(states: str, device: torch.device) -> Kernel | None:
     """Return the kernel that updates moments of this type, or None where there is none. A
     collective on CUDA: all ranks take the same."""
     if device.type != "cuda":

@@ -137,7 +137,7 @@ def trained(path: str, case: Case, with_kernel: bool) -> tuple[list[float], list
     has gradients that are not finite."""
     prepare_interpreter()
     if with_kernel:
-        optimizer.choose_kernel = lambda states, device: fused_step
+        optimizer.choose_adamw_kernel = lambda states, device: fused_step
     case = replace(case, optim={"lr": 1e-2, "clip_grad": 2.0, **case.optim})
     worker, norms = MegatronWorker(case.config(path)), []
     for step in range(4):
