@@ -277,7 +277,7 @@ class RangedAdamW(torch.optim.Optimizer):
         kernel."""
         weights = param.detach().view(-1)[start : start + len(grad)]
         # The kernel adds 1 to the count, which is of this call alone.
-        step = torch.tensor(float(group["step"] - 1), device=param.device)
+        step = torch.full((), float(group["step"] - 1), device=param.device)
         (beta1, beta2), lr = group["betas"], group["lr"]
         adamw(
             [weights],
