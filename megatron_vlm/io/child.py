@@ -87,15 +87,22 @@ class Child:
         output = tempfile.TemporaryFile() if keeps_output else None  # noqa: SIM115
         local_end, child_end = socket.socketpair()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(*command, str(child_end.fileno()), *arguments),
-                pass_fds=(child_end.fileno(), *files),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output or 2,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # no Ctrl-C for it, and its own children end with it
-            )
+            # Before there is a child: asyncio ends one whose start is cancelled, and there is no
+            # later await that would leave it running.
+            reader, writer = await asyncio.open_unix_connection(sock=local_end)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(*command, str(child_end.fileno()), *arguments),
+                    pass_fds=(child_end.fileno(), *files),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output or 2,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,  # no Ctrl-C for it, and its own children end with it
+                )
+            except BaseException:
+                writer.close()
+                raise
         except BaseException:
             local_end.close()
             if output is not None:
@@ -103,7 +110,6 @@ class Child:
             raise
         finally:
             child_end.close()
-        reader, writer = await asyncio.open_unix_connection(sock=local_end)
         child = Child(process, reader, writer, output, unpack)
         child.following = asyncio.create_task(child._follow())
         return child

@@ -262,8 +262,9 @@ def communicators(layout: ModelLayout, stage: int) -> int:
     norm = dims.world_size if is_sharded or dims.ep > 1 else dims.tp * dims.pp
     muon = dims.tp * dims.dp if optimizer_spec(cfg.optim).matrix_state_names else 1
     experts = dims.dp // dims.ep if dims.ep > 1 else 1
-    losses, embedding = dims.dp**is_last, dims.pp ** (layout.sizes.tied and (is_last or not stage))
-    sizes = (dims.tp, dims.dp, losses, norm, dims.pp, dims.pp, embedding, dims.ep, experts, muon)
+    embedding = dims.pp ** (layout.sizes.tied and (is_last or not stage))
+    # Gradients are reduced in another group of the replicas than losses and counts of tokens.
+    sizes = (dims.tp, dims.dp, dims.dp, norm, dims.pp, dims.pp, embedding, dims.ep, experts, muon)
     return sum(size > 1 for size in sizes)
 
 

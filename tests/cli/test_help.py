@@ -61,7 +61,7 @@ def test_names_of_other_trainers_lead_to_the_key():
         ("learning rate", ["optim.lr=", "optim.merger_lr="]),
         ("train.", ["train.steps="]),
         ("lora=all", ["lora.rank=16"]),
-        ("parallel.tp", ["2 by", "more", "tensor_model_parallel_size"]),
+        ("parallel.tp", ["2 by", "tensor_model_parallel_size"]),
         ("train", ["usage: megatron-vlm train", "megatron-vlm help train."]),
         ("push", ["usage: megatron-vlm push"]),
     ],

@@ -2,10 +2,12 @@
 """Child processes that answer over a socket: answers, news, and every way to end."""
 
 import asyncio
+import gc
 import os
 import select
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -126,3 +128,32 @@ def test_the_processes_of_a_child_end_with_it(tmp_path):
         os.close(sleeper)
 
     with_child(tmp_path, steps)
+
+
+def running() -> set[str]:
+    """Return the processes that this one has started."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def test_a_start_that_is_cancelled_leaves_nothing():
+    """At each of its awaits. What stays open is an error of pytest when it is collected."""
+    before = running()
+
+    async def go() -> int:
+        cancelled = 0
+        while True:
+            command = [sys.executable, "-c", "input()"]
+            starting = asyncio.create_task(Child.start(command, [], dict(os.environ), (), True))
+            for _ in range(cancelled):
+                await asyncio.sleep(0)
+            is_done = starting.done()
+            starting.cancel()
+            with suppress(asyncio.CancelledError):
+                await (await starting).end()
+            if is_done:
+                return cancelled
+            cancelled += 1
+
+    assert asyncio.run(go()) > 2
+    gc.collect()
+    assert running() <= before

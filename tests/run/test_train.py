@@ -394,7 +394,7 @@ def test_a_signal_saves_and_stops_with_its_own_status(whole, tiny, process_tree,
     [
         ("data.train=nowhere.jsonl", "data.train=nowhere.jsonl: "),
         ("model.path=nowhere", "model.path=nowhere has no config.json"),
-        ("parallel.overlap_param_gather=true", "parallel.overlap_param_gather=true"),
+        ("parallel.virtual_stages=2", "parallel.virtual_stages=2"),
         ("optim.lrr=1", "optim.lrr is not a configuration key; did you mean 'optim.lr'"),
     ],
 )

@@ -154,12 +154,12 @@ def _steps_around_an_empty_one(worker: MegatronWorker) -> tuple[list, list, tupl
     """The weights after a step and after one without a trained token, and what the latter said."""
     worker.forward_backward(make_rows(MIXED))
     worker.optim_step()
-    before = [param.detach().clone() for param in worker.chunks[0].parameters()]
+    before = [param.detach().clone() for param in worker.held.values()]
     rows = make_rows(MIXED)
     untrained = [replace(row, labels_S=torch.full_like(row.labels_S, IGNORE)) for row in rows]
     metrics = worker.forward_backward(untrained)
     said = (metrics.loss, metrics.num_tokens, *worker.optim_step(lr=0.25))
-    after = [param.detach().clone() for param in worker.chunks[0].parameters()]
+    after = [param.detach().clone() for param in worker.held.values()]
     worker.forward_backward(make_rows(MIXED))
     worker.optim_step(lr=1e-3)
     return before, after, (*said, get_step(worker.optimizer))
