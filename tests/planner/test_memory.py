@@ -385,7 +385,7 @@ def test_stages_and_tp_share_what_they_should(tiny):
 
 @pytest.mark.parametrize(
     ("world", "parallel", "of_stages"),
-    [(1, {}, [0]), (4, {"tp": 2, "pp": 2}, [4, 4]), (64, {"tp": 2, "pp": 2}, [5, 6])],
+    [(1, {}, [0]), (4, {"tp": 2, "pp": 2}, [4, 4]), (64, {"tp": 2, "pp": 2}, [6, 6])],
 )
 def test_communicators_take_memory_of_gpus_alone(world, parallel, of_stages, tiny):
     """tests/nccl compares their numbers with real steps."""
