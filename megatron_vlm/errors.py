@@ -182,6 +182,11 @@ def gather_errors(errors: Sequence[ConfigError]) -> ConfigError:
     return first
 
 
+def error_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its text."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
 def sentences(error: Exception) -> list[str]:
     """Return a sentence for each mistake of a user; nothing for a fault of the program."""
     if isinstance(error, MegatronVLMError):

@@ -13,12 +13,17 @@ from megatron_vlm.errors import ConfigError
 CutGroup = Literal["tp", "ep"]  # groups over which a parameter can be cut
 
 
+def shards_optimizer(cfg: ParallelConfig, dp: int) -> bool:
+    """Return whether optimizer state is sharded. One replica would only copy it around."""
+    return cfg.distributed_optimizer and dp > 1
+
+
 def overlaps(cfg: ParallelConfig, dp: int) -> tuple[bool, bool]:
     """Return whether gradients are reduced during the last backward, and whether weights are
     gathered during the next forward. What the user leaves open is done wherever DP > 1."""
     reduces = dp > 1 if cfg.overlap_grad_reduce is None else cfg.overlap_grad_reduce
     gathers = reduces if cfg.overlap_param_gather is None else cfg.overlap_param_gather
-    return reduces, gathers and cfg.distributed_optimizer and dp > 1
+    return reduces, gathers and shards_optimizer(cfg, dp)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import torch
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_vlm.errors import error_line
+
 TORCH = "torch"  # torch's own choice
 # Name of torch for a generation that is not its own, and the package that has it.
 GENERATIONS = {"fa4": ("FA4", "flash-attn-4"), "fa3": ("FA3", "flash-attn-3")}
@@ -59,8 +61,7 @@ def activate(kernel: str) -> str | None:
     try:
         attention.activate_flash_attention_impl(impl)
     except Exception as error:  # the import of a package of kernels may raise anything
-        line = next(iter(str(error).splitlines()), "")
-        return f"it needs the package {package}: {type(error).__name__}: {line}"
+        return f"it needs the package {package}: {error_line(error)}"
     return None
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_vlm.family.attention_limits import WIDEST_OF_FLASH
+from megatron_vlm.family.attention_limits import fits_flash
 from megatron_vlm.family.cpu_matmul import with_mkl
 from megatron_vlm.family.flash_attention import TORCH, is_flash, prefer_kernel
 from megatron_vlm.family.spec import TowerHeads
@@ -73,8 +73,7 @@ def attend_in_frames(
 
 def takes_lengths(query: Tensor) -> bool:
     """Return whether FlashAttention takes sequences of any lengths with such heads [..., D]."""
-    width, is_flash = query.shape[-1], query.is_cuda and query.dtype is torch.bfloat16
-    return is_flash and width % 8 == 0 and width <= WIDEST_OF_FLASH
+    return query.is_cuda and query.dtype is torch.bfloat16 and fits_flash(query.shape[-1])
 
 
 def attend_at_once(

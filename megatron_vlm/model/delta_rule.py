@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_vlm.distributed.agreement import all_reduce_max
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.process import print_to_user
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, error_line
 from megatron_vlm.family.decoder_layers import DELTA_CHUNK, GatedDeltaNet
 
 
@@ -378,7 +378,7 @@ def _try_fla(sizes: GatedDeltaNet, dtype: torch.dtype, platform: Platform) -> st
                 out, _state = rule(inputs[0], inputs[1], inputs[2], g, beta)
                 out.float().square().sum().backward()
         except Exception as error:  # a kernel that does not compile may raise anything
-            return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            return error_line(error)
         results.append([out.detach(), *(x.grad for x in inputs)])
     for right, tried in zip(*results, strict=True):
         assert right is not None and tried is not None

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, optimizer_spec
 from megatron_vlm.config.trainable import SWITCHES, learns
-from megatron_vlm.distributed.dims import ParallelDims, count_offloaded
+from megatron_vlm.distributed.dims import ParallelDims, count_offloaded, shards_optimizer
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.attention_limits import WIDEST_OF_FLASH, mask_columns
+from megatron_vlm.family.attention_limits import fits_flash, mask_columns
 from megatron_vlm.family.decoder_layers import Attention, LayerSpec
 from megatron_vlm.family.flash_attention import is_flash
 from megatron_vlm.hf.block_weight import DECODED_AT_ONCE
@@ -85,10 +85,9 @@ def _mask_values(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
 
 def _needs_no_mask(layout: ModelLayout, attention: Attention) -> bool:
     """Return whether FlashAttention computes windows, which takes no mask: on a GPU in bf16."""
-    kernel, width = layout.cfg.model.attention, attention.head_dim
+    kernel = layout.cfg.model.attention
     on_gpu = layout.cfg.platform != "cpu" and layout.itemsize < _FP32
-    takes_heads = width <= WIDEST_OF_FLASH and width % 8 == 0
-    return on_gpu and takes_heads and (kernel == "auto" or is_flash(kernel))
+    return on_gpu and fits_flash(attention.head_dim) and (kernel == "auto" or is_flash(kernel))
 
 
 def _values_of_layers(
@@ -258,8 +257,8 @@ _COMMUNICATOR = 200 * 2**20
 def communicators(layout: ModelLayout, stage: int) -> int:
     """Return how many communicators carry operations of a rank of this stage while it trains."""
     dims, cfg, is_last = layout.dims, layout.cfg, stage == layout.dims.pp - 1
-    is_sharded = cfg.parallel.distributed_optimizer and dims.dp > 1
-    norm = dims.world_size if is_sharded or dims.ep > 1 else dims.tp * dims.pp
+    has_shards = shards_optimizer(cfg.parallel, dims.dp)
+    norm = dims.world_size if has_shards or dims.ep > 1 else dims.tp * dims.pp
     muon = dims.tp * dims.dp if optimizer_spec(cfg.optim).matrix_state_names else 1
     experts = dims.dp // dims.ep if dims.ep > 1 else 1
     embedding = dims.pp ** (layout.sizes.tied and (is_last or not stage))

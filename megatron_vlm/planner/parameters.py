@@ -10,7 +10,7 @@ from megatron_vlm.config.base_types import BaseType, base_bytes
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
 from megatron_vlm.config.trainable import SWITCHES
-from megatron_vlm.distributed.dims import ParallelDims, overlaps
+from megatron_vlm.distributed.dims import ParallelDims, overlaps, shards_optimizer
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.matrices import is_of_matrices, matrices_of
 from megatron_vlm.hf.weight_map import Entry, Origin, name_table
@@ -108,7 +108,7 @@ def _of_chunk(
     held = sum(param.values for param in params)
     in_blocks = sum(param.values for param in params if param.in_blocks)
     muon_flops = sum(param.muon_flops for param in trained) // (dims.tp * dims.dp)
-    if not cfg.parallel.distributed_optimizer or dims.dp == 1:
+    if not shards_optimizer(cfg.parallel, dims.dp):
         shared = sum(param.values for param in trained if param.expert)
         states = sum(param.values * param.states for param in trained)
         return ParamCounts(held, values, values, values, shared, states, muon_flops, in_blocks)

@@ -9,7 +9,7 @@ from typing import Literal
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.searched_keys import searched_keys
-from megatron_vlm.distributed.dims import ParallelDims, overlaps
+from megatron_vlm.distributed.dims import ParallelDims, overlaps, shards_optimizer
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.flops import ring, update
 from megatron_vlm.planner.hardware import CPU, Machine
@@ -267,12 +267,10 @@ def _with_time(
     ]
     pipeline = sum(stages.seconds for stages in slowest) / len(slowest)
     # Megatron cuts the gradients into buckets on the first stage alone: nothing else is hidden.
-    first = slowest[0]
-    hiding = [(float(first.backward_GS[-1, 0]), float(first.forward_GS[0, 0]))]
-    hiding += [(0.0, 0.0)] * (dims.pp - 1)
+    hiding = float(slowest[0].backward_GS[-1, 0]), float(slowest[0].forward_GS[0, 0])
     after = max(
-        _step_end_seconds(plan.layout, stage, cluster.machine, *pair)
-        for stage, pair in enumerate(hiding)
+        _step_end_seconds(plan.layout, stage, cluster.machine, *(() if stage else hiding))
+        for stage in range(dims.pp)
     )
     rows = [row for step in steps for share in step for row in share]
     # If some replicas represent others, all have equally many tokens.
@@ -308,10 +306,10 @@ def _step_end_seconds(
     rest = counts.gradients - counts.of_experts
     sent = ring(dims.dp) * rest + ring(dims.dp // dims.ep) * counts.of_experts
     # A ring scatters what it has reduced, and gathers it again: half of its bytes each way.
-    shards = cfg.parallel.distributed_optimizer
+    has_shards = shards_optimizer(cfg.parallel, dims.dp)
     reduces, gathers = overlaps(cfg.parallel, dims.dp)
-    reduce_s = sent * _FP32 / (2 if shards else 1) / link
-    gather_s = sent * itemsize / 2 / link if shards else 0.0
+    reduce_s = sent * _FP32 / (2 if has_shards else 1) / link
+    gather_s = sent * itemsize / 2 / link if has_shards else 0.0
     seconds += max(0.0, reduce_s - reduces * last_backward)
     seconds += max(0.0, gather_s - gathers * first_forward)
     if stage == 0 and cfg.model.share_images:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from megatron_vlm.distributed.device import lacks_memory
 from megatron_vlm.errors import TrainError
 from megatron_vlm.io.printable import size_text
-from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.planner.search import RunPlan
 from megatron_vlm.training.worker import MegatronWorker
@@ -32,9 +31,7 @@ def explain_out_of_memory(worker: MegatronWorker) -> Iterator[None]:
 def describe_out_of_memory(worker: MegatronWorker) -> TrainError:
     """Return the error of a rank whose memory has run out."""
     stage, batches = worker.grid.pp.rank, worker.stage.batch_sizes
-    itemsize = worker.chunks[0].config.params_dtype.itemsize
-    of = worker.cfg, worker.source.sizes, worker.dims, itemsize, worker.platform.is_cuda
-    plan = RunPlan.of(ModelLayout(*of), batches)
+    plan = RunPlan.of(worker.layout, batches)
     parts = plan.memory[stage]
     planned = ", ".join(
         f"{name} {size_text(getattr(parts, name))}"

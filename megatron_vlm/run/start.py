@@ -19,7 +19,6 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.io.printable import size_text
 from megatron_vlm.planner.auto_layout import needs_planning, plan_layout, with_layout_of
 from megatron_vlm.planner.first_batches import plan_run
-from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.report.run_overview import RunFacts, StageReport, run_overview
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
@@ -82,9 +81,7 @@ def describe_start(
     """Return the overview of a run on rank 0. `length`: its samples and steps, as a sentence."""
     data = feeder.data
     assert data is not None, "rank 0 loads data"
-    itemsize = worker.chunks[0].config.params_dtype.itemsize
-    of = worker.cfg, worker.source.sizes, worker.dims, itemsize, worker.platform.is_cuda
-    plan = plan_run(ModelLayout(*of), data, prompts_only)
+    plan = plan_run(worker.layout, data, prompts_only)
     sets, memory = [(each.name, each.samples) for each in held_out], device_memory(worker.platform)
     facts = RunFacts(plan, length, data, feeder.remarks, sets, stages, memory, prompts_only)
     return run_overview(facts)

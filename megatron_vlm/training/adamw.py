@@ -183,9 +183,8 @@ class Scaling:
     @staticmethod
     def without_effect(device: torch.device) -> "Scaling":
         """Return the scaling of gradients that are applied as they are."""
-        return Scaling(
-            torch.ones((), device=device), torch.zeros((), dtype=torch.int, device=device)
-        )
+        factor = torch.ones((), device=device)
+        return Scaling(factor, torch.zeros_like(factor, dtype=torch.int))
 
 
 # The kernel of fused_adamw.py, which updates a part of a parameter.

@@ -25,9 +25,10 @@ from megatron_vlm.config.optimizer_spec import STATE_NAMES, OptimizerSpec, optim
 from megatron_vlm.config.schema import Config, OptimConfig
 from megatron_vlm.distributed.agreement import all_reduce_max
 from megatron_vlm.distributed.collectives import all_gather_json
-from megatron_vlm.distributed.dims import overlaps
+from megatron_vlm.distributed.dims import overlaps, shards_optimizer
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.distributed.process import print_to_user
+from megatron_vlm.errors import error_line
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry
 from megatron_vlm.model.stage_model import StageModel
@@ -44,11 +45,6 @@ from megatron_vlm.training.optimizer_step import (
 )
 
 
-def shards_optimizer(cfg: Config, grid: RankGroups) -> bool:
-    """Return whether optimizer state is sharded. One replica would only copy it around."""
-    return cfg.parallel.distributed_optimizer and grid.dp.size > 1
-
-
 def wrap_data_parallel(
     cfg: Config, chunks: Sequence[StageModel], grid: RankGroups
 ) -> list[DistributedDataParallel]:
@@ -61,7 +57,7 @@ def wrap_data_parallel(
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=reduces_early,
                 overlap_param_gather=gathers_late,
-                use_distributed_optimizer=shards_optimizer(cfg, grid),
+                use_distributed_optimizer=shards_optimizer(cfg.parallel, grid.dp.size),
             ),
             module=chunk,
         )
@@ -135,7 +131,7 @@ def build_optimizer(
         clip_grad=optim.clip_grad,
         bf16=model_config.bf16,
         params_dtype=model_config.params_dtype,
-        use_distributed_optimizer=shards_optimizer(cfg, grid),
+        use_distributed_optimizer=shards_optimizer(cfg.parallel, grid.dp.size),
         overlap_param_gather=overlaps(cfg.parallel, grid.dp.size)[1],
     )
     overrides = {**get_standard_config_overrides(config), **_part_overrides(optim, parts)}
@@ -183,7 +179,7 @@ def choose_adamw_kernel(states: str, device: torch.device) -> Kernel | None:
             distance = _distance(fused_step, states, device)
             reason = "" if distance < _MAX_DISTANCE else f"its weights are {distance:.1e} apart"
         except Exception as error:  # a kernel that does not compile may raise anything
-            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            reason = error_line(error)
     if not all_reduce_max(int(reason != "")):
         return fused_step
     if dist.get_rank() == 0:

@@ -91,11 +91,9 @@ def ranged_adamw(
     kernel: Kernel | None,
 ) -> RangedAdamW:
     """Return AdamW over these weights. A kernel also writes the model's in bf16."""
-    rounded = [each for each in weights if kernel and each.param.dtype == torch.bfloat16]
     starts = {each.main: each.start for each in weights}
-    return RangedAdamW(
-        groups, spec, starts, kernel, {each.main: each.model_part for each in rounded}
-    )
+    copies = {w.main: w.model_part for w in weights if w.param.dtype == torch.bfloat16}
+    return RangedAdamW(groups, spec, starts, kernel, copies)
 
 
 def copy_to_model(weights: Sequence[MainWeight]) -> None:

@@ -38,6 +38,7 @@ from megatron_vlm.hf.weight_map import Entry
 from megatron_vlm.lora.export_adapter import export_adapter
 from megatron_vlm.lora.layers import dropout_rng
 from megatron_vlm.model.stage_model import StageModel
+from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training import optimizer_step, row_scores
 from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMetrics, run_backward
@@ -103,6 +104,13 @@ class MegatronWorker:
         """End the groups of this process, unless an earlier worker or the caller made them."""
         if self.model.owns_groups:
             leave_world(has_failed=kind is not None)
+
+    @property
+    def layout(self) -> ModelLayout:
+        """The layout for the planner."""
+        itemsize = self.chunks[0].config.params_dtype.itemsize
+        of = self.cfg, self.source.sizes, self.dims, itemsize, self.platform.is_cuda
+        return ModelLayout(*of)
 
     @cached_property
     def base_digest(self) -> str:

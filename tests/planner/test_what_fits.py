@@ -70,8 +70,7 @@ def test_more_memory_never_fits_less(maker):
 
 def size_of(recipe: str) -> str:
     """Return the end of a recipe's name, by which GPUS has its number."""
-    [size] = [size for size in sorted(GPUS, key=len)[::-1] if recipe.endswith(f"_{size}")][:1]
-    return size
+    return max((size for size in GPUS if recipe.endswith(f"_{size}")), key=len)
 
 
 @pytest.mark.full

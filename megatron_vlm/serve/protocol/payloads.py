@@ -4,6 +4,7 @@ decompression of bodies that arrive compressed by zstd."""
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -62,9 +63,9 @@ class ForwardBackward:
     options: Mapping[str, float | str]  # options of the loss
     forward_only: bool
 
-    @property
+    @cached_property
     def size(self) -> int:
-        """Return the bytes of its pictures and arrays. Sparse inputs grow beyond the body."""
+        """Bytes of its pictures and arrays. Sparse inputs grow beyond the body."""
         chunks = [chunk for datum in self.data for chunk in datum.chunks]
         arrays = [array for datum in self.data for array in datum.inputs.values()]
         arrays += [chunk.tokens for chunk in chunks if isinstance(chunk, Text)]
