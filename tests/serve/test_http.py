@@ -213,15 +213,16 @@ def test_a_model_is_made_trained_and_described(service):
     )
 
 
-def test_packed_requests_are_unpacked(service):
-    model = service.model()
-    body = batch(model, 1, data=2)
-    packed = zstandard.ZstdCompressor().compress(body)
-    promise = service.send(packed, **{"Content-Encoding": "zstd"})
-    assert service.journal.result(promise["request_id"]).kind == "forward_backward"
-    assert promise["request_id"] in service.journal._parsed  # nobody parses it again
-    # A retry that is not packed is the same call.
-    assert service.send(body) == promise and service.journal.contradictions == 0
+def test_packed_requests_are_unpacked(tmp_path):
+    with served(tmp_path, hold={"forward_backward"}) as service:
+        model = service.model()
+        body = batch(model, 1, data=2)
+        packed = zstandard.ZstdCompressor().compress(body)
+        promise = service.send(packed, **{"Content-Encoding": "zstd"})
+        assert service.journal.result(promise["request_id"]).kind == "forward_backward"
+        assert promise["request_id"] in service.journal._parsed  # nobody parses it again
+        # A retry that is not packed is the same call.
+        assert service.send(body) == promise and service.journal.contradictions == 0
 
 
 def test_the_same_call_sent_by_many_at_once_is_one(tmp_path):
