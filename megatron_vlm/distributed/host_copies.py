@@ -52,6 +52,7 @@ class PageBlock:
         self.owner, self.pages = owner, pages
 
     def __del__(self) -> None:
+        # A load may still read the pages: `store` waits for the loads before it fills any.
         self.owner.free += self.pages
 
     def spans(self, start: int, size: int) -> Iterator[Tensor]:

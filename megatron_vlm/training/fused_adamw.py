@@ -38,6 +38,7 @@ def _noise_bits(places, seed):
 def _bf16_bits(values):
     """Return the bits of the nearest values in bf16, which are even in a tie."""
     bits = values.to(tl.int32, bitcast=True)
+    # Rounding up would carry some NaNs past the sign, and they would become zeros.
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(values == values, nearest, 0x7FC0).to(tl.int16)
 
@@ -59,6 +60,7 @@ def _write_codes(values, noise, moment, tables, rows, places, live, IS_ROOT: tl.
     largest = tl.max(tl.abs(values), axis=1)[:, None]
     shares = tl.div_rn(values, tl.broadcast_to(largest, values.shape))
     shares = tl.where(shares == shares, shares, 0.0)  # a block of zeros has no shares
+    # An entry of the table is at most 1 too low, and no code is above 255.
     below = tl.load(codes_of + ((shares.to(tl.int32, bitcast=True) >> 16) & 0xFFFF))
     below += (tl.load(values_of + below + 1) <= shares).to(tl.int32)
     below = tl.minimum(below, 254)
@@ -70,6 +72,7 @@ def _write_codes(values, noise, moment, tables, rows, places, live, IS_ROOT: tl.
     tl.store(scales + rows, largest, mask=tl.max(live.to(tl.int32), axis=1)[:, None] > 0)
 
 
+# Both change all the time. Triton would compile anew for a 1 and for a multiple of 16.
 @triton.jit(do_not_specialize=["start", "seed"])
 def adamw_kernel(  # noqa: PLR0913
     weights,
@@ -99,8 +102,10 @@ def adamw_kernel(  # noqa: PLR0913
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    # In 64 bits: a stack of experts may have more than 2^31 weights on a rank.
     rows = (tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
     places = rows * BLOCK + tl.arange(0, BLOCK)[None, :]
+    # A mask, not a branch of the host, which would wait for the norm of the gradients.
     live = (places < count) & (tl.load(skip) == 0)
     grad = tl.load(grads + places, mask=live, other=0.0) * tl.load(factor)
     weight = tl.load(weights + places, mask=live, other=0.0) * keep

@@ -254,6 +254,7 @@ class Muon(torch.optim.Optimizer):
         updates = {part.main: self._next_update(part.main) for part in bucket.parts}
         for part in bucket.parts:
             group = group_of[part.main]
+            # By the rate before its adjustment to the shape, as torch.optim.Muon decays.
             part.main.mul_(1 - group["lr"] * self._lr_ratio * group["weight_decay"])
 
         def fill(place: Place, target: Tensor) -> None:
@@ -291,7 +292,8 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Return the matrix with all singular values near 1, by Newton-Schulz in the type of the
     matrix, which is overwritten."""
     is_tall = matrix.shape[0] > matrix.shape[1]
-    result = matrix.T if is_tall else matrix
+    result = matrix.T if is_tall else matrix  # so that the Gram matrix is the smaller one
+    # The iteration needs singular values of at most 1, and none is above the Frobenius norm.
     result.div_(result.norm().clamp(min=_EPS))
     for _ in range(steps):
         gram = result @ result.T

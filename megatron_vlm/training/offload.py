@@ -189,7 +189,7 @@ class _Transfers:
 
     def exchange(self) -> Iterator[tuple[_Range, Tensor]]:
         """Yield each range with its gradients, and send the weights of a bucket after it."""
-        self.stream.follow()
+        self.stream.follow()  # clipping is queued on the device, and may not be done yet
         arriving = self._fetch(0)
         sent: list[Copied] = [None, None]
         for number, bucket in enumerate(self.buckets):
@@ -202,7 +202,7 @@ class _Transfers:
                     yield each, grads
             self.stream.wait(sent[number % 2])  # The next weights need its memory.
             sent[number % 2] = self._send(number)
-        self.stream.join()
+        self.stream.join()  # the next forward must not read weights that are on their way
 
     def _fetch(self, number: int) -> Copied:
         """Let the gradients of a bucket be copied to the host."""
