@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.balance import RowSize, WorkModel
 from megatron_vlm.data.batches.order import Position
+from megatron_vlm.data.sources.arrow_tables import root_cause
 from megatron_vlm.data.sources.stream import Stream, StreamRecord
-from megatron_vlm.data.sources.tables import root_cause
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import Row

@@ -18,18 +18,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_vlm.config.data_sources import HUB, SourceSpec
-from megatron_vlm.data.sources.columns import (
-    FieldNames,
-    check_columns_exist,
-    parse_cells,
-    read_dataset_info,
-)
-from megatron_vlm.data.sources.tables import (
+from megatron_vlm.data.sources.arrow_tables import (
     TableSource,
     find_data,
     load_saved,
     paths_of,
     root_cause,
+)
+from megatron_vlm.data.sources.columns import (
+    FieldNames,
+    check_columns_exist,
+    parse_cells,
+    read_dataset_info,
 )
 from megatron_vlm.data.sources.tar import TarSource
 from megatron_vlm.data.sources.text_files import (

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.sources.arrow_tables import find_data, root_cause, table_row
 from megatron_vlm.data.sources.columns import FieldNames, check_columns_exist, parse_cells
 from megatron_vlm.data.sources.source import (
     FORM,
@@ -24,7 +25,6 @@ from megatron_vlm.data.sources.source import (
     kind_of_file,
     named_source,
 )
-from megatron_vlm.data.sources.tables import find_data, root_cause, table_row
 from megatron_vlm.data.sources.tar import join_members
 from megatron_vlm.data.sources.text_files import suffix_of, too_large_error
 from megatron_vlm.errors import ConfigError, DataError
