@@ -1,6 +1,6 @@
 """Stage: this rank's chunks of the model, with Megatron's schedule through all stages."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_vlm.data.batches.collate import filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.distributed.host_copies import Copies, CopyStream
+from megatron_vlm.distributed.host_copies import CopyStream
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.head import Head, log_probs_head
@@ -108,22 +108,18 @@ class Stage:
         return int(largest)
 
     def arrivals(
-        self, batches: Sequence[MicroBatch], chunk: StageModel, sees: Sequence[bool] | None = None
+        self, batches: Iterable[MicroBatch], chunk: StageModel, sees: Sequence[bool] | None = None
     ) -> Iterator[StageInput]:
-        """Yield the batches on the device, in order. While one computes, the next is being copied.
-        A batch that `sees` nothing has only words."""
-        pending: tuple[StageInput, Copies] | None = None
+        """Yield the batches on the device, in order. A batch that `sees` nothing has only words.
+
+        Each is planned and copied once the work on the one before is queued, while the device
+        computes. Ahead of that work, the first one would wait for two plans."""
         for number, batch in enumerate(batches):
             with self.copies.copying() as copies:
                 is_seen = sees is None or sees[number]
-                following = stage_input(batch, number, chunk, is_seen, copies.move)
-            if pending is not None:
-                pending[1].arrive()
-                yield pending[0]
-            pending = following, copies
-        if pending is not None:
-            pending[1].arrive()
-            yield pending[0]
+                ready = stage_input(batch, number, chunk, is_seen, copies.move)
+            copies.arrive()
+            yield ready
 
     def call(self, chunk: Any, batch: StageInput, **more: Any) -> Any:
         """Return a chunk's output for a micro-batch."""

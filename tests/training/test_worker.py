@@ -1,12 +1,14 @@
 # .venv/bin/python -m pytest tests/training/test_worker.py
 """The worker's surface: what it returns, on which ranks, and its start-up report."""
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import IGNORE
@@ -198,6 +200,23 @@ def test_each_stage_gets_its_part(pool, tiny):
     first, last = pool.run(call, 2, tiny(**SHALLOW), layout(pp=2), _parts)
     assert first == {"host", "number", "tokens_BS5", "pixel_values_PC", "visuals"}
     assert last == {"host", "number", "tokens_BS5", "places_N", "targets", "loss_weights"}
+
+
+def _arriving(worker: MegatronWorker) -> list[int]:
+    """Return how many micro-batches were taken when each of them has arrived."""
+    taken = []
+
+    def given() -> Iterator[MicroBatch]:
+        for batch in worker.micro_batches(make_rows(MIXED)):
+            taken.append(batch)
+            yield batch
+
+    return [len(taken) for _ in worker.stage.arrivals(given(), worker.chunks[0])]
+
+
+def test_a_micro_batch_is_planned_when_the_one_before_is_queued(pool, tiny):
+    [found] = pool.run(call, 1, tiny(**SHALLOW), layout(), _arriving)
+    assert found == list(range(1, len(found) + 1)) and len(found) > 1
 
 
 def test_a_dense_step_of_one_model_passes_nothing_of_several_models_or_of_routers(tiny):
