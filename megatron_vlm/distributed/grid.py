@@ -9,11 +9,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
+from megatron_vlm.distributed.collectives import host_group
 from megatron_vlm.distributed.dims import CutGroup, ParallelDims
 from megatron_vlm.errors import ConfigError
 
@@ -124,6 +126,14 @@ class RankGroups:
         """Broadcast the last stage's values to all stages, in place."""
         source = dist.get_process_group_ranks(self.pp.group)[-1]
         dist.broadcast(tensor, source, group=self.pp.group)
+
+    def sum_of_replicas(self, *values: float) -> list[float]:
+        """Return sums over the replicas of numbers that the hosts know. A collective of all hosts,
+        during which the devices compute."""
+        total = torch.tensor(values if self.leads else [0.0] * len(values), dtype=torch.float64)
+        dist.all_reduce(total, group=host_group())
+        sums: list[float] = total.tolist()
+        return sums
 
     def broadcast_from_head(self, tensor: Tensor) -> None:
         """Broadcast the values of the first rank of the last stage to the replica, in place."""

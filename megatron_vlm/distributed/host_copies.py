@@ -3,6 +3,7 @@ are memory of this process: the copies are made at once, and there are no stream
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -175,6 +176,26 @@ class Copies:
             # The memory belongs to the copy stream. Without this, the next copy could overwrite it
             # before the compute stream has used it.
             tensor.record_stream(compute_stream)
+
+
+class LateFigures:
+    """Figures that the device computes. The host reads them at first use, or with others when it
+    waits for the device anyway."""
+
+    def __init__(self, on_device: Tensor):
+        self.on_device = on_device.double().flatten()
+
+    @cached_property
+    def values(self) -> list[float]:
+        values: list[float] = self.on_device.tolist()
+        return values
+
+
+def read_together(figures: Sequence[LateFigures]) -> None:
+    """Read all of these figures in one copy."""
+    joined = LateFigures(torch.cat([each.on_device for each in figures])).values
+    for each in reversed(figures):
+        each.values = [joined.pop() for _ in range(len(each.on_device))][::-1]
 
 
 class HostStream:

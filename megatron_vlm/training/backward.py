@@ -1,9 +1,9 @@
 """forward_backward on this rank: the schedule, the division, and the metrics."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
@@ -11,12 +11,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.training.expert_routing import (
-    busiest_expert_ratio,
-    take_expert_load,
-    take_rerouted,
-)
-from megatron_vlm.training.losses import LossFunction, Objective, totals
+from megatron_vlm.distributed.host_copies import LateFigures
+from megatron_vlm.training.expert_routing import routing_means, take_counts
+from megatron_vlm.training.losses import LossFunction, Objective, Totals, totals
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 from megatron_vlm.training.router_losses import RouterTerms
 from megatron_vlm.training.row_scores import gather_targets, rows_by_place
@@ -37,6 +34,7 @@ class Gradients:
         self.some = False  # whether they include a supervised token of a global batch
         self.micro_batches = 0  # micro-batches of this replica that they include
         self.calls = 0  # calls that were ever completed
+        self.late: list[LateFigures] = []  # metrics of the calls that they include
 
     @contextmanager
     def of_call(self, add: bool) -> Iterator[None]:
@@ -45,10 +43,10 @@ class Gradients:
         without it."""
         add = add and self.some
         earlier = [part.clone() for part in self._reduced_parts()] if add else []
-        earlier_micro_batches = self.micro_batches
+        earlier_micro_batches, earlier_late = self.micro_batches, self.late
         self.clear()
         if add:
-            self.micro_batches = earlier_micro_batches
+            self.micro_batches, self.late = earlier_micro_batches, earlier_late
         try:
             yield
         except BaseException:
@@ -76,7 +74,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Mark the gradients as spent or useless: the next call starts without them."""
-        self.some, self.micro_batches = False, 0
+        self.some, self.micro_batches, self.late = False, 0, []
 
     def _reduced_parts(self) -> list[Tensor]:
         """Return the parts of the buffers that are reduced over the replicas: all of them, or this
@@ -100,7 +98,8 @@ def _share(group: Any, data: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class StepMetrics:
     """Metrics of one call for the global batch, the same on every rank. On request, they have the
-    log-probs of this replica's rows."""
+    log-probs of this replica's rows. The host waits for the loss and the means where it first uses
+    one of them, or in optim_step, which waits for the norm."""
 
     # The loss is the weighted mean over the supervised tokens, or 0 if there are none. With a
     # divisor it is the sum of the tokens' losses over that divisor.
@@ -111,6 +110,30 @@ class StepMetrics:
     # `expert_load`, see training/expert_routing.py, and the losses of model.router_balance_loss and
     # router_z_loss without these coefficients.
     means: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def late(
+        num_tokens: int,
+        log_probs: list[Tensor] | None,
+        read: Callable[[], tuple[float, dict[str, float]]],
+    ) -> "StepMetrics":
+        """Return metrics that `read` their loss and means at first use."""
+        metrics = object.__new__(StepMetrics)
+        vars(metrics).update(num_tokens=num_tokens, log_probs=log_probs, read=read)
+        return metrics
+
+    if not TYPE_CHECKING:  # mypy knows the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in ("loss", "means") or "read" not in vars(self):
+                raise AttributeError(name)
+            loss, means = vars(self).pop("read")()
+            vars(self).update(loss=loss, means=means)
+            return vars(self)[name]
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        """Send floats to another process, not tensors on this device."""
+        return StepMetrics, (self.loss, self.num_tokens, self.log_probs, self.means)
 
 
 @dataclass(frozen=True)
@@ -147,39 +170,39 @@ class Backward:
         """Return the step of a micro-batch, with the losses of the routers. A collective."""
         return self.step if self.router is None else self.router.added_to(self.step)
 
-    def totals(self, outputs: Sequence[Any]) -> tuple[float, int, dict[str, float]]:
-        """Return the loss and the supervised tokens of the global batch, and means. Also correct
-        the schedule's division of the gradients."""
-        loss_sum, count, weight, means = totals(
-            self.objective, self.batches, outputs, self.stage.grid, self.stage.device
-        )
-        divided_by = self.call.divisor or weight or 1.0
-        if count not in (0, divided_by):  # Megatron has divided by the count
-            self.gradients.scale(count / divided_by)
-        self.gradients.micro_batches += len(self.batches)
-        self.gradients.some = self.gradients.some or count > 0
-        return loss_sum / divided_by, count, means
+    def totals(self, outputs: Sequence[Any]) -> Totals:
+        """Return the totals of the global batch. Also correct the schedule's division of the
+        gradients."""
+        of = self.objective, self.batches, outputs, self.stage.grid, self.stage.device
+        done, gradients = totals(*of, self.call.divisor), self.gradients
+        if done.count not in (0, done.divisor):  # Megatron has divided by the count
+            gradients.scale(done.count / done.divisor)
+        gradients.micro_batches += len(self.batches)
+        gradients.some = gradients.some or done.count > 0
+        return done
 
-    def metrics(
-        self, outputs: Sequence[Any], sums: tuple[float, int, dict[str, float]]
-    ) -> StepMetrics:
+    def metrics(self, outputs: Sequence[Any], done: Totals) -> StepMetrics:
         """Return the metrics for the caller."""
-        (loss, count, means), stage = sums, self.stage
-        log_probs = None
+        stage, router, log_probs = self.stage, self.router, None
         if self.call.per_token:
             pieces = [out["log_probs_N"] for out in outputs]
             pieces_M = gather_targets(stage, self.batches, pieces)
             by_row = map(MicroBatch.log_probs_by_row, self.batches, pieces_M)
             log_probs = rows_by_place(self.batches, by_row)
-        rerouted = take_rerouted(stage.chunks, stage.sizes.text, stage.device)
-        load_LE = take_expert_load(stage.chunks, stage.sizes.text, stage.device)
-        if self.router is not None:
-            means |= self.router.values()
-        if load_LE is not None:
-            means["expert_load"] = busiest_expert_ratio(load_LE)
-        if rerouted is not None:
-            means["rerouted"] = rerouted
-        return StepMetrics(loss, count, log_probs, means)
+        counts = take_counts(stage.chunks, stage.sizes.text, stage.device)
+        terms = None if router is None else router.values()
+        late = (done.sums, counts, terms)
+        self.gradients.late += [each for each in late if each is not None]
+
+        def read() -> tuple[float, dict[str, float]]:
+            means = done.means
+            if router is not None and terms is not None:
+                means |= dict(zip(router.coefficients, terms.values, strict=True))
+            if counts is not None:
+                means |= routing_means(counts, stage.sizes.text)
+            return done.loss, means
+
+        return StepMetrics.late(done.count, log_probs, read)
 
 
 def run_backward(request: Backward) -> StepMetrics:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.distributed.host_copies import LateFigures
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import TextSizes
 from megatron_vlm.model.experts import expert_mlps
@@ -95,40 +96,42 @@ def routing_tables(
 # Shapes: L decoder layers, E experts.
 
 
-def take_expert_load(
+def take_counts(
     chunks: Sequence[StageModel], text: TextSizes, device: torch.device
-) -> Tensor | None:
-    """Return the tokens of the global batch that each expert of each layer with experts got [L, E],
-    on the host, or None for a dense model. The counts restart at 0. A collective."""
+) -> LateFigures | None:
+    """Return counts of the global batch, or None for a dense model: the tokens that each expert of
+    each layer got [L, E], the tokens and layers with a given routing, and how many of these the
+    router would have routed to other experts. The counts restart at 0. A collective."""
     if text.experts is None:
         return None
-    shape = text.num_layers, text.experts.count
-    load_LE = torch.zeros(shape, dtype=torch.float64, device=device)
+    size = text.num_layers * text.experts.count
+    total = torch.zeros(size + 2, dtype=torch.float64, device=device)
     for mlp in expert_mlps(chunks):
-        load_LE[mlp.layer - 1] = mlp.load
+        total[:size].view(text.num_layers, -1)[mlp.layer - 1] = mlp.load
+        total[size:] += mlp.rerouted
     begin_count(chunks)
-    dist.all_reduce(load_LE)
-    return load_LE.cpu()[list(text.expert_layers)]
+    dist.all_reduce(total)
+    return LateFigures(total)
+
+
+def load_of(counts: LateFigures, text: TextSizes) -> Tensor:
+    """Return the tokens of each expert of each layer with experts."""
+    load_LE = torch.tensor(counts.values[:-2], dtype=torch.float64).view(text.num_layers, -1)
+    return load_LE[list(text.expert_layers)]
+
+
+def routing_means(counts: LateFigures, text: TextSizes) -> dict[str, float]:
+    """Return the load of the busiest expert and, where a routing was given, the share of the tokens
+    and layers for which the router would have chosen other experts."""
+    means = {"expert_load": busiest_expert_ratio(load_of(counts, text))}
+    given, rerouted = counts.values[-2:]
+    return means | ({"rerouted": rerouted / given} if given else {})
 
 
 def begin_count(chunks: Sequence[StageModel]) -> None:
     """Reset the token counts to 0."""
     for mlp in expert_mlps(chunks):
         mlp.load = mlp.rerouted = 0
-
-
-def take_rerouted(
-    chunks: Sequence[StageModel], text: TextSizes, device: torch.device
-) -> float | None:
-    """Return the share of the tokens and layers with a given routing for which the router would
-    have chosen other experts, or None if there are none. A collective."""
-    if text.experts is None:
-        return None
-    zeros_2 = torch.zeros(2, dtype=torch.float64, device=device)
-    counts_2 = zeros_2 + sum(mlp.rerouted for mlp in expert_mlps(chunks))
-    dist.all_reduce(counts_2)
-    given, rerouted = counts_2.tolist()
-    return rerouted / given if given else None
 
 
 def busiest_expert_ratio(load_LE: Tensor) -> float:

@@ -37,8 +37,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.distributed.host_copies import LateFigures
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.head import (
     Head,
@@ -266,32 +266,47 @@ def loss_of(
     return loss_sum, count, report
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Figures of the global batch. The device may still compute their sums."""
+
+    objective: Objective
+    count: int  # supervised tokens
+    weight: float  # the sum of the tokens' weights, or the number of examples if it reads rows
+    sums: LateFigures  # the summed loss, then the sum of each report
+    divisor: float  # what divides the loss: the weight, unless the call has its own
+
+    @property
+    def loss(self) -> float:
+        return self.sums.values[0] / self.divisor
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Means of the reports of the loss."""
+        reported_of = self.weight if self.objective.reads_rows else self.count
+        means = [value / max(reported_of, 1.0) for value in self.sums.values[1:]]
+        return dict(zip(self.objective.metrics, means, strict=True))
+
+
 def totals(
     objective: Objective,
     batches: Sequence[MicroBatch],
     outputs: Sequence[Mapping[str, Tensor]],
     grid: RankGroups,
     device: torch.device,
-) -> tuple[float, int, float, dict[str, float]]:
-    """Return figures of the global batch: the summed loss, the supervised tokens, the divisor of
-    the loss, and the means of its reports. The divisor is the sum of the tokens' weights, or the
-    number of examples if the loss reads rows. `outputs` are the reports of `loss_of`. A
-    collective."""
+    divisor: float | None = None,
+) -> Totals:
+    """Return figures of the global batch. `outputs` are the reports of `loss_of`. A collective."""
     names = ("loss_sum", *objective.metrics)
-    total = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
+    total = torch.zeros(len(names), dtype=torch.float64, device=device)
     if grid.is_last_stage:
-        weights = [b.num_examples if objective.reads_rows else b.weight for b in batches]
-        counts = (sum(batch.num_supervised for batch in batches), sum(weights))
-        total[:2] = to_device(torch.tensor(counts, dtype=torch.float64), device)
-        for place, name in enumerate(names, start=2):
+        for place, name in enumerate(names):
             total[place] = sum(output[name].double() for output in outputs)
         dist.all_reduce(total, group=grid.dp.group)
     grid.from_last_stage(total)
-    count, weight, loss_sum, *sums = total.tolist()
-    reported_of = weight if objective.reads_rows else count
-    means = [value / max(reported_of, 1.0) for value in sums]
-    reported = dict(zip(objective.metrics, means, strict=True))
-    return loss_sum, int(count), weight, reported
+    weights = [b.num_examples if objective.reads_rows else b.weight for b in batches]
+    count, weight = grid.sum_of_replicas(sum(b.num_supervised for b in batches), sum(weights))
+    return Totals(objective, int(count), weight, LateFigures(total), divisor or weight or 1.0)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_vlm.config.optimizer_spec import ADAM_SETTINGS, OptimizerSpec, optimizer_spec
 from megatron_vlm.config.schema import OptimConfig
 from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.distributed.host_copies import LateFigures, read_together
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.megatron_versions import grads_for_norm
 from megatron_vlm.training.adamw import Kernel, RangedAdamW, Scaling
@@ -242,25 +243,31 @@ def apply_gradients(
     grid: RankGroups,
     device: torch.device,
     limit: float,
+    late: Sequence[LateFigures],
 ) -> float:
     """Clip the gradients to a norm of at most `limit`, unless that is 0, and apply them. Return
-    their norm before clipping. Apply nothing if it is not finite: Megatron checks that only with a
-    loss scaler."""
+    their norm before clipping, and read the `late` figures with it. Apply nothing if it is not
+    finite: Megatron checks that only with a loss scaler."""
     optimizer.prepare_grads()
-    squared, norm = squared_norm(optimizer, grid, device), None
+    squared = LateFigures(squared_norm(optimizer, grid, device))
+
+    def read_norm() -> float:
+        read_together([squared, *late])
+        return float(squared.values[0] ** 0.5)
+
     inner = list(inner_optimizers(optimizer))
-    if all(map(_skips_on_device, inner)):
-        _scale_on_device(inner, squared.double().sqrt(), limit)
+    if is_on_device := all(map(_skips_on_device, inner)):
+        _scale_on_device(inner, squared.on_device[0].sqrt(), limit)
     else:
-        norm = float(squared) ** 0.5
+        norm = read_norm()
         if not math.isfinite(norm):
             return norm
         _clip(optimizer, norm, limit)
     gather.finish()  # for weights that no forward waited for, e.g. without images
     optimizer.step_with_ready_grads()
     gather.start()
-    if norm is None:
-        norm = float(squared) ** 0.5  # waits once, when all work of the step is queued
+    if is_on_device:
+        norm = read_norm()  # waits once, when all work of the step is queued
         for each in inner:
             if isinstance(each, RangedAdamW) and not math.isfinite(norm):
                 each.count_step(-1)

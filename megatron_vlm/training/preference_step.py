@@ -90,8 +90,8 @@ class PreferenceObjective:
             is_chosen_R = ~batch.row_values[REJECTED]
             local[0] += int(is_chosen_R[batch.row_M].sum())
             local[1] += batch.num_examples
-        tokens, examples = zip(*self._gather(local), strict=True)
-        return sum(tokens) / max(sum(examples), 1)
+        tokens, examples = self.worker.grid.sum_of_replicas(*local)
+        return tokens / max(examples, 1)
 
     def _divergence(self, mismatched: Sequence[MicroBatch]) -> float:
         """Return KTO's estimate of the KL divergence: the mean log-ratio of answers to other

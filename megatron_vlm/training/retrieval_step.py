@@ -16,7 +16,6 @@ from megatron_vlm.config.objective_configs import RerankConfig
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import REJECTED, MicroBatch
-from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.model.head import embedding_head
 from megatron_vlm.training.losses import LossFunction
 from megatron_vlm.training.row_losses import FIGURES, RetrievalRows, info_nce, listwise, pointwise
@@ -107,17 +106,14 @@ class RerankObjective:
         rows = zip(gathered.places, gathered.values_TH.tolist(), strict=True)
         return [ScoredRow(example, logit, bool(flag)) for (example, _), (logit, flag) in rows]
 
-    def _counts(self, batches: Sequence[MicroBatch]) -> tuple[float, float, float]:
+    def _counts(self, batches: Sequence[MicroBatch]) -> list[float]:
         """Return the numbers of examples, documents and positives in the global batch."""
         rejected = [batch.row_values[REJECTED] for batch in batches if batch.row_values is not None]
-        local = [
+        return self.worker.grid.sum_of_replicas(
             sum(batch.num_examples for batch in batches),
             sum(len(each) for each in rejected),
             sum(int((~each).sum()) for each in rejected),
-        ]
-        parts = all_gather_json(local, self.worker.grid.dp.group, self.worker.platform.device)
-        examples, documents, positives = (sum(part) for part in zip(*parts, strict=True))
-        return float(examples), float(documents), float(positives)
+        )
 
 
 @dataclass(frozen=True)

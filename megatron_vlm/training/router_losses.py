@@ -14,9 +14,10 @@ from torch import Tensor
 from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.device import to_device
+from megatron_vlm.distributed.host_copies import LateFigures
 from megatron_vlm.model.head import Targets
 from megatron_vlm.model.router import RouterLosses
-from megatron_vlm.training.expert_routing import begin_count, take_expert_load
+from megatron_vlm.training.expert_routing import begin_count, load_of, take_counts
 from megatron_vlm.training.pipeline import ForwardStep, Stage, pass_through
 from megatron_vlm.training.stage_inputs import StageInput
 
@@ -53,13 +54,11 @@ class RouterTerms:
         assert experts is not None
         # A filler has no row, so none of its tokens is real.
         tokens = sum(sum(batch.lengths) for batch in batches if batch.rows)
-        counts = torch.tensor([tokens, sum(batch.weight for batch in batches)], dtype=torch.float64)
-        total = to_device(counts, stage.device)
-        dist.all_reduce(total, group=stage.grid.dp.group)
-        all_tokens, weight = total.tolist()
+        weights = sum(batch.weight for batch in batches)
+        all_tokens, weight = stage.grid.sum_of_replicas(tokens, weights)
         divided_by = self.divisor if self.divisor and weight else weight
         mean = 1 / (len(stage.sizes.text.expert_layers) * max(all_tokens, 1))
-        balance_E = None
+        balance_E, zero = None, torch.zeros((), dtype=torch.float64, device=stage.device)
         if "balance_loss" in self.coefficients:
             load_E = _load_ahead(stage, batches, step).sum(0)
             balance_E = to_device((experts.count * mean * mean * load_E).float(), stage.device)
@@ -67,17 +66,17 @@ class RouterTerms:
             # Every gradient of the step is divided by this in the end. Without a supervised token
             # there are no gradients.
             {name: coefficient * divided_by for name, coefficient in self.coefficients.items()},
-            {name: total.new_zeros(()) for name in self.coefficients},
+            {name: zero.clone() for name in self.coefficients},
             mean,
             balance_E,
         )
 
-    def values(self) -> dict[str, float]:
+    def values(self) -> LateFigures:
         """Return each loss without its coefficient, over the global batch, after the last backward.
         A collective of all ranks."""
         values = torch.stack([self.sums[name] for name in self.coefficients])
         dist.all_reduce(values)
-        return dict(zip(self.coefficients, values.tolist(), strict=True))
+        return LateFigures(values)
 
 
 def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) -> Tensor:
@@ -96,6 +95,6 @@ def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) 
     begin_count(stage.chunks)
     with torch.no_grad():
         stage.run(batches, count, forward_only=True)
-    load_LE = take_expert_load(stage.chunks, stage.sizes.text, stage.device)
-    assert load_LE is not None
-    return load_LE
+    counts = take_counts(stage.chunks, stage.sizes.text, stage.device)
+    assert counts is not None
+    return load_of(counts, stage.sizes.text)

@@ -53,9 +53,10 @@ class DistillObjective:
             return lambda output, non_loss_data: loss_of(objective, batch, output)[2]
 
         outputs = stage.evaluate(batches, objective.head, read)
-        loss, tokens, weight, means = totals(objective, batches, outputs, stage.grid, stage.device)
-        sums = {name: mean * tokens for name, mean in means.items()}
-        return {"loss": loss, "weight": weight, "tokens": float(tokens), **sums}
+        done = totals(objective, batches, outputs, stage.grid, stage.device, divisor=1.0)
+        sums = {name: mean * done.count for name, mean in done.means.items()}
+        known = {"loss": done.loss, "weight": done.weight, "tokens": float(done.count)}
+        return known | sums
 
 
 TrainObjective = (

@@ -231,9 +231,8 @@ class MegatronWorker:
             self.gradients.clear()
         optimizer_step.set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
         optimizer_step.set_adam(self.optimizer, adam)
-        norm = optimizer_step.apply_gradients(
-            self.optimizer, self.gather, self.grid, self.platform.device, adam.clip_grad
-        )
+        of = self.optimizer, self.gather, self.grid, self.platform.device
+        norm = optimizer_step.apply_gradients(*of, adam.clip_grad, self.gradients.late)
         self.gradients.forget()
         self.steps += math.isfinite(norm)
         return norm, self.lr

@@ -54,11 +54,11 @@ def save_and_load(worker: MegatronWorker, rows: list[Row], folder: Path) -> None
 ANY = dict.fromkeys((Phase.step, Phase.optimizer, Phase.other), math.inf)
 # name: (the pass, its waits by phase); none for a micro-batch
 PASSES: dict[str, tuple[Pass, dict[Phase, float]]] = {
-    "ppo": (lambda w, rows, _: w.forward_backward(rows, True, "ppo", kl_coef=0.1), {Phase.step: 2}),
+    "ppo": (lambda w, rows, _: w.forward_backward(rows, True, "ppo", kl_coef=0.1), {Phase.step: 1}),
     # Without ce_coef the engine makes a gradient of zeros, which the emulator does not see.
     "distill": (
         lambda w, rows, _: w.forward_backward(rows, loss="distill", beta=0.3, ce_coef=0.2),
-        {Phase.step: 1},
+        {},
     ),
     "scores": (lambda w, rows, _: w.forward(rows), {Phase.other: 1}),
     "likeliest": (lambda w, rows, _: w.likeliest(rows, 4), {Phase.other: 2}),

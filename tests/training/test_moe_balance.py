@@ -21,6 +21,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
 from megatron_vlm.config import load_config
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.host_copies import LateFigures
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.model import router as routing
@@ -350,7 +351,7 @@ def shares_of_one_replica(right: Any) -> Any:
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
         own_LE = 2 * torch.stack([layer.mlp.load for layer in layers]).double()
         right(chunks, text, device)
-        return own_LE
+        return LateFigures(torch.cat([own_LE.flatten(), torch.zeros(2)]))
 
     return wrong
 
@@ -364,7 +365,7 @@ MUTANTS: dict[str, Mutant] = {
     "divided by supervised tokens": of_losses(
         lambda losses, _: replace(losses, scales={"balance_loss": BALANCE, "z_loss": Z})
     ),
-    "shares of one replica": replaced(router_losses, "take_expert_load", shares_of_one_replica),
+    "shares of one replica": replaced(router_losses, "take_counts", shares_of_one_replica),
     "padding counts": replaced(
         stage_inputs,
         "real_places",

@@ -22,7 +22,7 @@ from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError
 from megatron_vlm.model import experts, router
 from megatron_vlm.model.router import RowCounts
-from megatron_vlm.training import backward, row_scores, stage_inputs
+from megatron_vlm.training import expert_routing, row_scores, stage_inputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.checkpoint.test_checkpoint import Part, go, whole
 from tests.model.test_moe import EXPERTS, UNEVEN
@@ -149,14 +149,14 @@ def test_padding_and_fillers_go_to_no_expert(pool, tiny):
 def loads(worker: MegatronWorker) -> list[tuple[float, list[list[float]]]]:
     """Return the loads of the busiest expert and of all experts in two steps. The evaluation
     between the steps does not count."""
-    step_loads, right = [], backward.busiest_expert_ratio
+    step_loads, right = [], expert_routing.busiest_expert_ratio
     for seed in range(2):
         rows = my_rows(make_rows(MIXED, seed=seed))
         worker.forward(rows)
-        with mock.patch.object(backward, "busiest_expert_ratio", wraps=right) as busiest:
-            metrics = worker.forward_backward(rows)
+        with mock.patch.object(expert_routing, "busiest_expert_ratio", wraps=right) as busiest:
+            means = worker.forward_backward(rows).means
         [(load_LE,)] = [call.args for call in busiest.call_args_list]
-        step_loads.append((metrics.means["expert_load"], load_LE.tolist()))
+        step_loads.append((means["expert_load"], load_LE.tolist()))
     return step_loads
 
 

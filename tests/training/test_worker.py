@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/training/test_worker.py
 """The worker's surface: what it returns, on which ranks, and its start-up report."""
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
@@ -15,13 +16,13 @@ from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import DataError
 from megatron_vlm.report.run_overview import StageReport, stage_reports
 from megatron_vlm.training.broadcast import share_batch
-from megatron_vlm.training.worker import MegatronWorker
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, SHARED, RowSpec, make_rows
 from tests.support.error_fields import raises
 from tests.support.runs import call, my_rows
-from tests.support.suites import full
+from tests.support.suites import full, slow
 from tests.support.walk import walk_of_step
 
 
@@ -217,6 +218,25 @@ def _arriving(worker: MegatronWorker) -> list[int]:
 def test_a_micro_batch_is_planned_when_the_one_before_is_queued(pool, tiny):
     [found] = pool.run(call, 1, tiny(**SHALLOW), layout(), _arriving)
     assert found == list(range(1, len(found) + 1)) and len(found) > 1
+
+
+def _metrics(worker: MegatronWorker) -> list[StepMetrics]:
+    """Return metrics that are read at once, with the norm of their step, and in another process."""
+    rows = my_rows(make_rows(MIXED))
+    at_once = worker.forward_backward(rows, entropy_coef=0.0)
+    assert at_once.loss > 0
+    late = worker.forward_backward(rows, entropy_coef=0.0)
+    later = worker.forward_backward(rows, accumulate=True, entropy_coef=0.0)
+    assert "loss" not in vars(late) | vars(later)
+    worker.optim_step(lr=1e-2)
+    worker.forward_backward(rows)  # its figures are others
+    return [at_once, late, pickle.loads(pickle.dumps(later))]
+
+
+@pytest.mark.parametrize("case", [layout(), slow(layout(pp=2, dp=2))], ids=["1", "pp2-dp2"])
+def test_metrics_are_the_same_whenever_they_are_read(case, pool, tiny):
+    for at_once, *others in pool.run(call, case.world, tiny(**SHALLOW), case, _metrics):
+        assert set(at_once.means) == {"entropy"} and others == [at_once] * 2
 
 
 def test_a_dense_step_of_one_model_passes_nothing_of_several_models_or_of_routers(tiny):
