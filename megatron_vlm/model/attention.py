@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from megatron_vlm.family.cpu_matmul import with_mkl
 from megatron_vlm.family.decoder_layers import Attention
 from megatron_vlm.family.flash_attention import TORCH, prefer_kernel
-from megatron_vlm.model.attention_kernels import attend
+from megatron_vlm.model.attention_kernels import as_added, attend
 from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.flash_windows import Window, window_attention
 from megatron_vlm.model.fused_ops import FusedOps, gate_output
+
+_PREFIX = "prefix"  # mask of a pass that continues a prompt
 
 
 class FusedSelfAttention(SelfAttention):
@@ -122,8 +125,27 @@ class CachedAttention(MegatronModule):
             if not cache.in_prefill:
                 mask_B11T = cache.mask_of(self.window)
                 return self._attend_to_cache(query_SBND[0], *cached, mask_B11T)
+            if cache.before:
+                mask_B1ST = args[0] if args else None
+                return self._attend_to_prefix(query_SBND, *cached, mask_B1ST)
         out_SBH: Tensor = self.backend(query_SBND, key_SBGD, value_SBGD, *args, **kwargs)
         return out_SBH
+
+    def _attend_to_prefix(
+        self, query_SBND: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, mask_B1ST: Tensor | None
+    ) -> Tensor:
+        """Attend from the tokens of a prompt's later pass to the cache, causally without a mask."""
+        if mask_B1ST is None:
+            assert self.context is not None
+            masks, tokens, columns = self.context.masks, len(query_SBND), key_BTGD.shape[1]
+            if _PREFIX not in masks:
+                all_ST = query_SBND.new_ones(tokens, columns, dtype=torch.bool)
+                sees_11ST = all_ST.tril(columns - tokens)[None, None]
+                masks[_PREFIX] = as_added(sees_11ST, query_SBND.dtype)
+            mask_B1ST = masks[_PREFIX]
+        compute = partial(attend, mask_B1SS=mask_B1ST, scale=self.softmax_scale)
+        heads = query_SBND.permute(1, 2, 0, 3), key_BTGD.transpose(1, 2), value_BTGD.transpose(1, 2)
+        return with_mkl(compute, *heads).permute(2, 0, 1, 3).flatten(2)
 
     def _attend_to_cache(
         self, query_BND: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, mask_B11T: Tensor | None

@@ -28,12 +28,29 @@ from megatron_vlm.family.decoder_layers import DELTA_CHUNK, GatedDeltaNet
 
 
 def gated_delta_rule(
-    q_BSKD: Tensor, k_BSKD: Tensor, v_BSVE: Tensor, g_BSV: Tensor, beta_BSV: Tensor
+    q_BSKD: Tensor,
+    k_BSKD: Tensor,
+    v_BSVE: Tensor,
+    g_BSV: Tensor,
+    beta_BSV: Tensor,
+    state_BVDE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [B, S, V, E] and the state [B, V, D, E] after the last token. Queries and keys
-    are normalised here; g is the logarithm of the decay. Every row begins with an empty state."""
-    out_BSVE, state_BVDE = _Rule.apply(q_BSKD, k_BSKD, v_BSVE, g_BSV, beta_BSV)
+    are normalised here; g is the logarithm of the decay. Rows begin with the given state, which has
+    no backward, or with an empty one."""
+    inputs = q_BSKD, k_BSKD, v_BSVE, g_BSV, beta_BSV
+    if state_BVDE is not None:
+        return _forward(*inputs, state_BVDE=state_BVDE)
+    out_BSVE, state_BVDE = _Rule.apply(*inputs)
     return out_BSVE, state_BVDE
+
+
+def _forward(*inputs: Tensor, state_BVDE: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    v_BSVE = inputs[2]
+    out_NHCE, state_HDE = _outputs(_make_chunks(*inputs), state_BVDE)
+    out_BSVE = torch.empty_like(v_BSVE, memory_format=torch.contiguous_format)
+    _copy_tokens(out_NHCE, out_BSVE)
+    return out_BSVE, state_HDE.unflatten(0, (v_BSVE.shape[0], -1))
 
 
 class _Rule(torch.autograd.Function):
@@ -44,11 +61,7 @@ class _Rule(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        v_BSVE = inputs[2]
-        out_NHCE, state_HDE = _outputs(_make_chunks(*inputs))
-        out_BSVE = torch.empty_like(v_BSVE, memory_format=torch.contiguous_format)
-        _copy_tokens(out_NHCE, out_BSVE)
-        return out_BSVE, state_HDE.unflatten(0, (v_BSVE.shape[0], -1))
+        return _forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, ...]:
@@ -158,10 +171,12 @@ def _make_chunks(
     return _Chunks(kq, norm, v, beta, decay, g.cumsum(-1).exp_()[..., None], products, inverse)
 
 
-def _outputs(chunks: _Chunks) -> tuple[Tensor, Tensor]:
+def _outputs(chunks: _Chunks, state_BVDE: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the outputs [N, H, C, E] and the last state."""
     heads, width = chunks.v_NHCE.shape[1], chunks.v_NHCE.shape[-1]
     state_HDE = chunks.v_NHCE.new_zeros(heads, chunks.kq_NH2CD.shape[-1], width)
+    if state_BVDE is not None:
+        state_HDE += state_BVDE.flatten(0, 1)
     out_NHCE = torch.empty_like(chunks.v_NHCE)
     for n, out in enumerate(out_NHCE):
         read = torch.bmm(chunks.kq_NH2CD[n], state_HDE).unflatten(1, (2, DELTA_CHUNK))
@@ -304,7 +319,7 @@ def delta_step(
     return (q[..., None, :] @ state)[..., 0, :].to(dtype), state
 
 
-DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+DeltaRule = Callable[..., tuple[Tensor, Tensor]]  # as gated_delta_rule
 
 _KEY = "model.delta_rule"
 _TRIED_TOKENS = 100
@@ -343,7 +358,12 @@ def choose_delta_rule(
 
 
 def fla_rule(
-    q_BSKD: Tensor, k_BSKD: Tensor, v_BSVE: Tensor, g_BSV: Tensor, beta_BSV: Tensor
+    q_BSKD: Tensor,
+    k_BSKD: Tensor,
+    v_BSVE: Tensor,
+    g_BSV: Tensor,
+    beta_BSV: Tensor,
+    state_BVDE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `gated_delta_rule` by flash-linear-attention."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -352,6 +372,7 @@ def fla_rule(
         *(x.contiguous() for x in (q_BSKD, k_BSKD, v_BSVE)),
         g=g_BSV,
         beta=beta_BSV,
+        initial_state=state_BVDE,
         use_qk_l2norm_in_kernel=True,
         output_final_state=True,
     )

@@ -134,10 +134,17 @@ class GatedDeltaMixer(MegatronModule):
     ) -> Tensor:
         """Mix prompts and store their states, which padding neither decays nor is written into."""
         real_BS1 = cache.real_tokens(mixed_BSC.shape[1])[..., None]
-        convolved_BSC = _convolve(mixed_BSC, self.conv1d)
-        out_BSVE, state_BVDE = self._rule(convolved_BSC, decay_BSV * real_BS1, beta_BSV * real_BS1)
-        seen = self.conv1d.shape[-1] - 1
-        cache.states[self.layer_number] = (cache.newest_tokens(mixed_BSC, seen), state_BVDE)
+        seen, number = self.conv1d.shape[-1] - 1, self.layer_number
+        given = decay_BSV * real_BS1, beta_BSV * real_BS1
+        if cache.before:
+            seen_BWC, state_BVDE = cache.states[number]
+            window_BSC = torch.cat([seen_BWC, mixed_BSC], dim=1)
+            heads = self._heads(_convolve(window_BSC, self.conv1d)[:, seen:])
+            out_BSVE, state_BVDE = self.rule(*heads, *given, state_BVDE)
+            cache.states[number] = (window_BSC[:, window_BSC.shape[1] - seen :], state_BVDE)
+            return out_BSVE
+        out_BSVE, state_BVDE = self._rule(_convolve(mixed_BSC, self.conv1d), *given)
+        cache.states[number] = (cache.newest_tokens(mixed_BSC, seen), state_BVDE)
         return out_BSVE
 
     def _decode(

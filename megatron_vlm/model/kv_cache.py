@@ -6,6 +6,7 @@ key/value heads, D head size.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from megatron_vlm.distributed.device import to_device
 
 # A cache grows by this number of columns, so it is copied once in this number of tokens.
 CACHE_BLOCK = 64
+
+
+Pair = tuple[Tensor, Tensor]
 
 
 class KVCache:
@@ -27,17 +31,24 @@ class KVCache:
 
     def __init__(self, lengths: Sequence[int], device: torch.device):
         self.lengths = list(lengths)  # tokens of each row, including the current pass
+        self.before = 0  # tokens before this pass, in a prefill of one row that takes several
         self.device = device
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values [B, T, G, D]
+        self.layers: dict[int, Pair] = {}  # keys and values [B, T, G, D]
         # States of layers with linear attention: the newest inputs of the convolution [B, W, C] and
         # the state of the rule in fp32 [B, V, D, E].
-        self.states: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[int, Pair] = {}
         self.last_B: Tensor | None = None  # the column of each row's newest token
         self.mask_B11T: Tensor | None = None  # columns that it attends to; None in the prefill
 
     @property
     def in_prefill(self) -> bool:
         return self.mask_B11T is None
+
+    def extend(self, lengths: Sequence[int]) -> None:
+        """Continue the prefill by this number of tokens of each row. Only one row continues."""
+        assert not self.lengths or len(self.lengths) == len(lengths) == 1
+        self.before = sum(self.lengths)
+        self.lengths = [self.before + length for length in lengths]
 
     def advance(self) -> None:
         """Continue each row by one token."""
@@ -97,7 +108,7 @@ class KVCache:
 
     def real_tokens(self, tokens: int) -> Tensor:
         """Return [B, S]: which tokens of a prefill of this length are no padding."""
-        lengths_B = to_device(torch.tensor(self.lengths), self.device)
+        lengths_B = to_device(torch.tensor(self.lengths), self.device) - self.before
         return torch.arange(tokens, device=self.device) < lengths_B[:, None]
 
     def newest_tokens(self, x_BSC: Tensor, count: int) -> Tensor:
@@ -108,11 +119,15 @@ class KVCache:
         rows_B1 = torch.arange(len(self.lengths), device=self.device)[:, None]
         return padded_BSC[rows_B1, places_BW]
 
-    def store(self, layer: int, key_SBGD: Tensor, value_SBGD: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, layer: int, key_SBGD: Tensor, value_SBGD: Tensor) -> Pair:
         """Store one layer's new keys and values, and return all of its columns in use."""
         if self.last_B is None:
-            self.layers[layer] = (_rows_first(key_SBGD), _rows_first(value_SBGD))
-            return self.layers[layer]
+            new = _rows_first(key_SBGD), _rows_first(value_SBGD)
+            if self.before:
+                pairs = zip(self.layers[layer], new, strict=True)
+                new = cast(Pair, tuple(torch.cat(pair, dim=1) for pair in pairs))
+            self.layers[layer] = new
+            return new
         key_BTGD, value_BTGD = self.layers[layer]
         rows, longest = len(self.lengths), max(self.lengths)
         rows_B = torch.arange(rows, device=self.device)

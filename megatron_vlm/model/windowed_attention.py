@@ -2,8 +2,9 @@
 layers without. Megatron's own takes both from the one config of a model, always makes a value, and
 has no norm of values.
 
-Shapes: S tokens (Megatron is sequence first), B rows, H width, N query heads, G key heads of this
-rank, D head size, F rotated pairs of a head, Q outputs of the first linear."""
+Shapes: S tokens (Megatron is sequence first), B rows, T columns of the cache, H width, N query
+heads, G key heads of this rank, D head size, F rotated pairs of a head, Q outputs of the first
+linear."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -114,7 +115,7 @@ class UnscaledSelfAttention(MegatronModule):
     def _window(self, query_SBND: Tensor) -> Window | None:
         """Return the window of this pass, if FlashAttention computes it without a mask."""
         masked, pictures = self._masked(), self._context.pictures
-        if masked is None or not takes_lengths(query_SBND):
+        if masked is None or self._before or not takes_lengths(query_SBND):
             return None
         window, sees_image = masked
         # A caller may not know the pictures on the host.
@@ -129,8 +130,8 @@ class UnscaledSelfAttention(MegatronModule):
         if key is None:
             return None
         if key not in context.masks:
-            sees_B1SS = window_mask(context.ids_BS, self.tokens, *key)
-            context.masks[key] = as_added(sees_B1SS, dtype)
+            sees_B1ST = window_mask(context.ids_BS, self.tokens, *key, self._before)
+            context.masks[key] = as_added(sees_B1ST, dtype)
         return context.masks[key]
 
     def _masked(self) -> tuple[int, bool] | None:
@@ -142,8 +143,13 @@ class UnscaledSelfAttention(MegatronModule):
         sees_image = self.sizes.sees_image and context.has_visuals
         if window is None or in_decode:
             return None
-        is_masked = needs_mask(context.ids_BS.shape[1], window, sees_image)
+        is_masked = needs_mask(self._before + context.ids_BS.shape[1], window, sees_image)
         return (window, sees_image) if is_masked else None
+
+    @property
+    def _before(self) -> int:
+        cache = self._context.cache
+        return 0 if cache is None else cache.before
 
     @property
     def _context(self) -> PassContext:
@@ -157,17 +163,21 @@ def needs_mask(tokens: int, window: int, sees_image: bool) -> bool:
     return sees_image or tokens > window
 
 
-def window_mask(ids_BS: Tensor, tokens: Tokens, window: int, sees_image: bool) -> Tensor:
-    """Return which tokens [B, 1, S, S] a token sees: the last `window`, and the later ones of its
-    image. The images of a row never touch, since tokens of text are around each."""
-    keys_1S = torch.arange(ids_BS.shape[1], device=ids_BS.device)[None]
-    queries_S1 = keys_1S.T
-    sees_BSS = (keys_1S <= queries_S1)[None]
+def window_mask(
+    ids_BS: Tensor, tokens: Tokens, window: int, sees_image: bool, before: int = 0
+) -> Tensor:
+    """Return which tokens [B, 1, S, T] a token sees: the last `window`, and the later ones of its
+    image. The images of a row never touch, since tokens of text are around each. T are these tokens
+    and the ones `before`, which have none of their images."""
+    keys_1T = torch.arange(before + ids_BS.shape[1], device=ids_BS.device)[None]
+    queries_S1 = keys_1T.T[before:]
+    sees_BST = (keys_1T <= queries_S1)[None]
     if sees_image:
         is_visual_BS = (ids_BS == tokens.image_id) | (ids_BS == tokens.video_id)
         begins_BS = is_visual_BS & ~F.pad(is_visual_BS[:, :-1], (1, 0))
         image_BS = begins_BS.cumsum(1)
         same_BSS = image_BS[:, :, None] == image_BS[:, None]
-        sees_BSS = sees_BSS | (same_BSS & is_visual_BS[:, :, None] & is_visual_BS[:, None])
+        same_BSS = same_BSS & is_visual_BS[:, :, None] & is_visual_BS[:, None]
+        sees_BST = sees_BST | F.pad(same_BSS, (before, 0))
     # Every token, also of padding, sees itself: a softmax over no key at all would be NaN.
-    return (sees_BSS & (keys_1S > queries_S1 - window))[:, None]
+    return (sees_BST & (keys_1T > queries_S1 - window))[:, None]

@@ -19,6 +19,8 @@ from megatron_vlm.data.tokens.completions import Pieces, SamplingSettings
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.training.generate import Decoder
 
+PREFILL_TOKENS = 2048  # prompt tokens of a command, which other requests wait for
+
 
 @dataclass(frozen=True)
 class SampleRequest:
@@ -59,7 +61,9 @@ class ResumableDecoder:
     def __init__(self, group: WorkerGroup, batch_rows: int):
         self.ranks = local_transport(group)
         worker = self.ranks.member.worker
-        self.decoder = Decoder(worker.stage, batch_rows, on_token=worker.report_token)
+        self.decoder = Decoder(
+            worker.stage, batch_rows, on_token=worker.report_token, prefill_tokens=PREFILL_TOKENS
+        )
         self.streamed: set[int] = set()  # numbers of the streamed requests
 
     def move(self, group: WorkerGroup) -> None:

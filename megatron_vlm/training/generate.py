@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.collate import cut_micro_batches
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
-from megatron_vlm.data.tokens.row import Row, continue_row, place_row, without_targets
+from megatron_vlm.data.tokens.row import Row, continue_row, place_row, prompt_parts, without_targets
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.model.stage_model import StageModel
@@ -32,7 +32,7 @@ from megatron_vlm.training.generation_batch import (
     pick,
     whole_logits,
 )
-from megatron_vlm.training.pipeline import ItemKind, Stage, pass_through
+from megatron_vlm.training.pipeline import ItemKind, Stage
 from megatron_vlm.training.row_scores import score_rows
 from megatron_vlm.training.stage_inputs import StageInput
 
@@ -47,7 +47,9 @@ class Decoder:
     A pass has at most `batch_rows` rows, and as many passes as pipeline stages are in progress. All
     of their rows have a cache, each with columns for the longest row of its pass. `on_token`
     receives each token except stop ids when it is sampled, with the number of its prompt. With
-    `routing`, a sample has the experts of its tokens.
+    `routing`, a sample has the experts of its tokens. With `prefill_tokens`, a call of `advance`
+    ends once it has taken this number of prompt tokens through the pipeline, and a longer prompt is
+    divided among calls.
     """
 
     def __init__(
@@ -57,17 +59,20 @@ class Decoder:
         texts: Texts | None = None,
         on_token: Hear | None = None,
         routing: bool = False,
+        prefill_tokens: int | None = None,
     ):
+        assert not (routing and prefill_tokens)  # a divided prompt would lose its experts
         if batch_rows < 1:
             raise ConfigError(
                 place="sampling", key="batch_rows", found=batch_rows, allowed="at least 1"
             )
         self.stage, self.texts, self.on_token = stage, texts, on_token
-        self.routing = routing
+        self.routing, self.prefill_tokens = routing, prefill_tokens
         never = torch.tensor(stage.sizes.tokens.placeholders, dtype=torch.long)
         self.never_N = to_device(never, stage.device)  # once: a token would wait for the copy
         self.generation_batches = [
-            GenerationBatch(batch_rows, stage.device) for _ in range(stage.grid.pp.size)
+            GenerationBatch(batch_rows, stage.device, prefill_tokens)
+            for _ in range(stage.grid.pp.size)
         ]
         self.waiting: deque[Prompt] = deque()
         self.prompts: dict[int, Prompt] = {}  # prompts that have not ended, by their numbers
@@ -92,13 +97,16 @@ class Decoder:
         if self.texts is not None and settings.stop_strings:
             for draw in draws:
                 draw.searches = self.texts.searches(settings.stop_strings)
-        return Prompt(placed, draws)
+        parts = [placed]
+        if self.prefill_tokens is not None:
+            parts = prompt_parts(placed, self.prefill_tokens, self.stage.sizes.tokens)
+        return Prompt(parts, draws)
 
     def join(self, prompts: Sequence[Prompt]) -> None:
         """Sample answers to these prompts as well, after those that wait."""
         self.prompts |= {prompt.number: prompt for prompt in prompts}
         # The longest come first, so that a prompt that does not fit fails at once.
-        self.waiting += sorted(prompts, key=lambda prompt: -len(prompt.row.tokens_S5))
+        self.waiting += sorted(prompts, key=lambda prompt: -prompt.length)
 
     def leave(self, numbers: Collection[int]) -> None:
         """Stop sampling answers to these prompts."""
@@ -111,6 +119,7 @@ class Decoder:
         """Sample a token of each row in each of `rounds` rounds, or until all answers have ended.
         Return the prompts whose answers have ended. A collective of the replica and of the replicas
         that share experts with it, which continue until the last of them has all its answers."""
+        prefilled, most = 0, self.prefill_tokens
         with self.stage.evaluating():
             while rounds is None or rounds > 0:
                 passes = [
@@ -123,6 +132,10 @@ class Decoder:
                 self._run([decode_pass for _, decode_pass in passes])
                 for batch, decode_pass in passes:
                     batch.settle(decode_pass, self._record_token)
+                    if decode_pass.cache.in_prefill:
+                        prefilled += decode_pass.batch.tokens_BS5[..., 0].numel()
+                if most is not None and self.stage.global_max(prefilled) >= most:
+                    break
                 rounds = None if rounds is None else rounds - 1
         ended = [prompt for prompt in self.prompts.values() if not prompt.left]
         for prompt in ended:
@@ -185,14 +198,14 @@ class Decoder:
         last_B = [(length - 1) * len(lengths) + row for row, length in enumerate(lengths)]
         places_B = to_device(torch.tensor(last_B), self.stage.device)
         output = self.stage.call(chunk, batch, cache=decode_pass.cache, loss_mask=places_B)
-        if not decode_pass.draws:  # a filler
-            return output, pass_through
         return output, partial(self._pick, decode_pass)
 
     def _pick(self, one: DecodePass, logits_Bv: Tensor, non_loss_data: bool = True) -> Tensor:
         """Pick the next token of each draw [N, 2], which depends on its own settings alone. Draws
         that pick alike are computed at once."""
         stage = self.stage
+        if not one.draws:  # a filler, or a part of a prompt before its last
+            return torch.empty(0, 2, dtype=torch.double, device=stage.device)
         logits_BV = whole_logits(logits_Bv, stage.sizes.text.vocab, stage.grid.tp)
         alike: dict[tuple[float, int, float, bool], list[int]] = {}
         for place, draw in enumerate(one.draws):

@@ -1,9 +1,9 @@
 """Rows that are generated together: the next token of each, the strings at which an answer ends,
 the passes through the pipeline, and the order of prompts.
 
-The prompts go through once (the prefill), and each later pass takes one token of every row of a
-batch. A row that has ended makes place for the next prompt at once. A pass is an ordinary
-MicroBatch, with rows of one token.
+The prompts go through first (the prefill, where a long prompt takes several passes), and each later
+pass takes one token of every row of a batch. A row that has ended makes place for the next prompt
+at once. A pass is an ordinary MicroBatch, in decoding with rows of one token.
 
 Shapes: B rows, V the vocabulary, v this rank's part of it with its padding, N ids, T the ranks of
 TP, 2 an id and its log-prob."""
@@ -171,14 +171,19 @@ class ActiveSample:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and its answers, at least one."""
+    """A prompt and its answers, at least one. Several parts take a pass each."""
 
-    row: Row
+    parts: Sequence[Row]
     draws: list[ActiveSample]
 
     @property
     def number(self) -> int:
         return self.draws[0].prompt
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return sum(len(part.tokens_S5) for part in self.parts)
 
     @property
     def left(self) -> int:
@@ -201,18 +206,47 @@ class DecodePass:
     rows: Sequence[int] = ()  # row of the batch that each draw continues
 
 
+@dataclass(frozen=True)
+class Prefill:
+    """The way of prompts through the pipeline: of one in as many passes as it has parts, or of
+    several in one pass. Each prompt has one row, for any number of answers."""
+
+    prompts: Sequence[Prompt]
+    left: deque[MicroBatch]  # passes to come
+    cache: KVCache
+
+    @staticmethod
+    def of(prompts: Sequence[Prompt], device: torch.device) -> "Prefill":
+        """Return the prefill of these prompts."""
+        passes = zip(*(prompt.parts for prompt in prompts), strict=True)
+        batches = (collate(rows, range(len(prompts))) for rows in passes)
+        return Prefill(prompts, deque(batches), KVCache([], device))
+
+    def next_pass(self) -> DecodePass:
+        """Return the next pass. The last one draws the first tokens."""
+        batch = self.left.popleft()
+        self.cache.extend(batch.lengths)
+        if self.left:
+            return DecodePass(batch, self.cache)
+        pairs = [(row, draw) for row, prompt in enumerate(self.prompts) for draw in prompt.draws]
+        draws, rows = [draw for _, draw in pairs], [row for row, _ in pairs]
+        return DecodePass(batch, self.cache, draws, rows)
+
+
 class GenerationBatch:
     """Batch of at most `size` rows that take each pass together. As many batches as stages are in
-    progress: while the last stage works on one, the first can start the next."""
+    progress: while the last stage works on one, the first can start the next. A pass has at most
+    `prefill_tokens` of prompts, padded, unless one has more and cannot be divided."""
 
-    def __init__(self, size: int, device: torch.device):
-        self.size, self.device = size, device
+    def __init__(self, size: int, device: torch.device, prefill_tokens: int | None = None):
+        self.size, self.device, self.prefill_tokens = size, device, prefill_tokens
         self.draws: list[ActiveSample] = []  # one for each row
         self.cache = KVCache([], device)
         # `begun` caches prompts after their prefill. Draws in `unseated` continue them, but have no
         # row yet.
         self.begun = KVCache([], device)
         self.unseated: list[tuple[int, ActiveSample]] = []
+        self.prefill: Prefill | None = None  # has passes to come
 
     def passes(self, waiting: deque[Prompt]) -> list[DecodePass]:
         """Return the next passes: a token of each row, and prompts for the free rows."""
@@ -222,13 +256,22 @@ class GenerationBatch:
             self.cache.advance()
             rows = range(len(self.draws))
             passes.append(DecodePass(_newest_tokens(self.draws), self.cache, self.draws, rows))
-        prompts, free = [], self.size - len(self.draws)
+        if self.prefill is None and (prompts := self._next_prompts(waiting)):
+            self.prefill = Prefill.of(prompts, self.device)
+        if self.prefill is not None:
+            passes.append(self.prefill.next_pass())
+        return passes
+
+    def _next_prompts(self, waiting: deque[Prompt]) -> list[Prompt]:
+        prompts, free, longest = list[Prompt](), self.size - len(self.draws), 0
         while waiting and free > 0:
+            longest = max(longest, waiting[0].length)
+            tokens = (len(prompts) + 1) * longest
+            if prompts and self.prefill_tokens is not None and tokens > self.prefill_tokens:
+                break
             prompts.append(waiting.popleft())
             free -= len(prompts[-1].draws)
-        if prompts:
-            passes.append(prefill(prompts, self.device))
-        return passes
+        return prompts
 
     def settle(self, done: DecodePass, report: Callable[[ActiveSample], None]) -> None:
         """Finish a pass whose draws have their next tokens. Those that have not ended continue."""
@@ -238,8 +281,8 @@ class GenerationBatch:
         unfinished = [place for place, draw in enumerate(done.draws) if draw.ended is None]
         if done.cache is self.cache:
             self._keep(unfinished)
-        else:
-            self.begun = done.cache
+        elif self.prefill is not None and not self.prefill.left:
+            self.prefill, self.begun = None, done.cache
             self.unseated = [(done.rows[place], done.draws[place]) for place in unfinished]
 
     def leave(self, prompts: Collection[int]) -> None:
@@ -248,6 +291,8 @@ class GenerationBatch:
         self.unseated = [pair for pair in self.unseated if pair[1].prompt not in prompts]
         if not self.unseated:
             self.begun = KVCache([], self.device)
+        if self.prefill is not None and self.prefill.prompts[0].number in prompts:
+            self.prefill = None
 
     def _keep(self, rows: Sequence[int]) -> None:
         order = _closed_up(rows)
@@ -261,14 +306,6 @@ class GenerationBatch:
             rows, draws = zip(*seated, strict=True)
             self.cache.add(self.begun, rows, spent=not self.unseated)
             self.draws = [*self.draws, *draws]
-
-
-def prefill(prompts: Sequence[Prompt], device: torch.device) -> DecodePass:
-    """Return the pass of these prompts. Each prompt has one row, for any number of answers."""
-    batch = collate([prompt.row for prompt in prompts], range(len(prompts)))
-    pairs = [(row, draw) for row, prompt in enumerate(prompts) for draw in prompt.draws]
-    draws, rows = [draw for _, draw in pairs], [row for row, _ in pairs]
-    return DecodePass(batch, KVCache(batch.lengths, device), draws, rows)
 
 
 def filler(device: torch.device) -> DecodePass:

@@ -6,6 +6,7 @@ tokens as in transformers."""
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
@@ -502,6 +503,60 @@ def test_what_is_refused(pool, tiny):
     assert (none.place, none.key, none.found) == ("sampling", "n", 0)
     assert (no_text.place, no_text.key, no_text.found) == ("sampling", "stop_strings", ("a",))
     assert "has no experts" in str(no_experts)
+
+
+DIVIDED = {
+    "1x1x1": (layout(), SHALLOW),
+    "tp2-pp2": LAYOUTS["tp2-pp2"],
+    "dp2": (layout(dp=2), SHALLOW),
+    "pp2x2": (layout(pp=2, virtual_stages=2), {}),
+    "experts-ep2": LAYOUTS["experts-ep2"],
+    "qwen3_5": LAYOUTS["qwen3_5"],
+    "qwen3_5-tp2-pp2": LAYOUTS["qwen3_5-tp2-pp2"],
+    "gemma4": (layout(), {"family": "gemma4"}),
+    "gemma4-tp2-pp2": (layout(tp=2, pp=2), {"family": "gemma4"}),
+}
+DIVIDED_QUICK = ("experts-ep2", "qwen3_5-tp2-pp2", "gemma4")
+PART = 8  # tokens
+
+
+def divided(worker: MegatronWorker, family: str) -> tuple[Any, Any, list[int], float]:
+    """Return the answers to prompts that take several passes, and the ones to whole prompts, with
+    the number of passes of each and the largest difference between log-probs. One prompt leaves
+    after its first pass."""
+    rows = my_rows(make_rows((*MIXED, replace(MIXED[0], text=41)), family=family))
+    settings = SamplingSettings(12, temperature=0.7, stop_ids=STOP_IDS)
+    whole = worker.sample(rows, settings, 2, range(len(rows)))
+    decoder = Decoder(worker.stage, 6, prefill_tokens=PART)
+    prompts = [decoder.prompt(n, row, settings, 2, n) for n, row in enumerate(rows)]
+    longest = max(rows, key=lambda row: len(row.ids_S))
+    decoder.join([decoder.prompt(len(rows), longest, settings, 2, 0), *prompts])
+    decoder.advance(1)
+    decoder.leave({len(rows)})
+    for _ in range(60):  # replicas that share experts call as often as each other
+        decoder.advance(3)
+    assert not decoder.prompts
+    parts = [draw.completion for prompt in prompts for draw in prompt.draws]
+    all_whole = list(chain.from_iterable(whole))
+    worst = max(
+        float((torch.tensor(a.log_probs) - torch.tensor(b.log_probs)).abs().max())
+        for a, b in zip(parts, all_whole, strict=True)
+    )
+    counts = [len(prompt.parts) for prompt in prompts]
+    return [each.ids for each in parts], [each.ids for each in all_whole], counts, worst
+
+
+@pytest.mark.parametrize("name", quick(DIVIDED_QUICK, DIVIDED))
+def test_a_long_prompt_is_divided(name, pool, tiny, record_property):
+    """Its answers are those to the whole prompt, with pictures and a video, at every layout."""
+    case, sizes = DIVIDED[name]
+    action = partial(divided, family=sizes.get("family", "qwen3_vl"))
+    results = pool.run(call, case.world, tiny(**sizes), case, action)
+    for parts, whole, _counts, worst in results:
+        record_property("worst", worst)
+        assert parts == whole
+        assert worst <= TOLERANCE
+    assert max(max(counts) for _, _, counts, _ in results) >= 6
 
 
 def _state(newest: list[float]) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,12 @@ token, N supervised tokens, R a teacher's log-probs of J tokens and of all other
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_vlm.data.tokens.visuals import GridQueue, pixel_fault
@@ -315,17 +317,41 @@ def without_targets(row: Row) -> Row:
     return replace(row, labels_S=torch.full_like(row.ids_S, IGNORE), targets=None, **changes)
 
 
-def cut_row(row: Row, end: int, tokens: Tokens) -> Row:
-    """Return the row's first tokens, with the images and videos among them."""
-    ids_S, visuals = row.ids_S[:end], dict[str, Any]()
+def cut_row(row: Row, end: int, tokens: Tokens, begin: int = 0) -> Row:
+    """Return the row's tokens from `begin` to `end`, with the images and videos that end there."""
+    visuals = dict[str, Any]()
     for token, names in zip((tokens.image_id, tokens.video_id), GRID_OF.items(), strict=True):
         pixels, grid = (getattr(row, name) for name in names)
         if pixels is not None and grid is not None:
-            patches = grid.prod(1).cumsum(0)
-            count = int((patches <= int((ids_S == token).sum()) * tokens.merge**2).sum())
-            if count:
-                visuals |= zip(names, (pixels[: patches[count - 1]], grid[:count]), strict=True)
-    return Row(ids_S, row.labels_S[:end], **visuals)
+            ends = F.pad(grid.prod(1).cumsum(0), (1, 0))  # patches up to the end of each
+            counts = [int((row.ids_S[:n] == token).sum()) * tokens.merge**2 for n in (begin, end)]
+            first, last = (int((ends <= patches).sum()) - 1 for patches in counts)
+            if first < last:
+                own = pixels[ends[first] : ends[last]], grid[first:last]
+                visuals |= zip(names, own, strict=True)
+    return Row(row.ids_S[begin:end], row.labels_S[begin:end], **visuals)
+
+
+def prompt_parts(row: Row, size: int, tokens: Tokens) -> list[Row]:
+    """Divide a placed prompt into parts of `size` tokens. A part ends earlier where it would cut an
+    image or a video, which is never divided, even if it has more tokens."""
+    assert not row.columns
+    if len(row.ids_S) <= size:
+        return [row]
+    can_end = torch.ones(len(row.ids_S) + 1, dtype=torch.bool)
+    for token, grid_name in zip((tokens.image_id, tokens.video_id), GRID_OF.values(), strict=True):
+        if (grid := getattr(row, grid_name)) is not None:
+            counts = F.pad((row.ids_S == token).cumsum(0), (1, 0)) * tokens.merge**2
+            can_end &= torch.isin(counts, F.pad(grid.prod(1).cumsum(0), (1, 0)))
+    ends = [0]
+    while ends[-1] < len(row.ids_S):
+        places = can_end.nonzero()[:, 0]
+        within = places[(places > ends[-1]) & (places <= ends[-1] + size)]
+        ends.append(int(within[-1] if len(within) else places[places > ends[-1]][0]))
+    return [
+        cut_row(row, end, tokens, begin).with_table(row.tokens_S5[begin:end], {})
+        for begin, end in pairwise(ends)
+    ]
 
 
 Part = tuple[Tensor, Tensor]  # pixels [P, C] and grids [I, 3]
