@@ -18,7 +18,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from tests.serve.test_chat_routes import answer, events_of
+from tests.serve.test_chat_routes import answer, as_items, events_of, flat, responded
 from tests.support.pool import free_port
 from tests.support.process_tree import ProcessTree
 from tests.support.serve_client import Client, served
@@ -231,6 +231,31 @@ def of_anthropic(there: Taught, name: str, **more: Any) -> dict[str, Any]:
     return fields | {"messages": [{"role": "user", "content": name}], **more}
 
 
+def of_responses(there: Taught, name: str, **more: Any) -> dict[str, Any]:
+    fields = {"model": there.model, "temperature": 0, "tools": flat(TOOLS)}
+    return fields | {"input": name, **more}
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_clients_of_responses_get_the_parts(taught, family: str, name: str) -> None:
+    there, saying = taught(family), SAYINGS[family][name]
+    whole, _ = responded(there.http, of_responses(there, name, return_token_ids=True))
+    assert there.tokenizer.decode(whole["token_ids"]) == saying.drawn + END
+    expected: list[Any] = [("reasoning", saying.thoughts)] if saying.thoughts else []
+    expected += [("message", saying.content)] if saying.content else []
+    expected += [("function_call", each) for each in saying.calls]
+    assert expected == [
+        (item["type"], json.loads(item["arguments"]))
+        if item["type"] == "function_call"
+        else (item["type"], item["content"][0]["text"])
+        for item in whole["output"]
+    ]
+    assert whole["status"] == "completed"
+    thoughts = whole["usage"]["output_tokens_details"]["reasoning_tokens"]
+    before = there.tokenizer.decode(whole["token_ids"][:thoughts])
+    assert before == saying.drawn[: saying.drawn.find("</think>") + 8] * bool(saying.thoughts)
+
+
 BOTH = ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.full)]
 
 
@@ -264,6 +289,17 @@ def test_an_answer_that_is_sent_back_has_the_tokens_that_were_drawn(
     ]
     counted = there.http.post("/v1/messages/count_tokens", json=body).json()
     assert counted == {"input_tokens": len(ids)}
+    body = of_responses(there, name, max_output_tokens=300)
+    items = there.http.post("/v1/responses", json=body).json()["output"]
+    results = [
+        {"type": "function_call_output", "call_id": each["call_id"], "output": "red"}
+        for each in items
+        if each["type"] == "function_call"
+    ]
+    body |= {"input": [*as_items(asked(name)["messages"]), *items, *results]}
+    body |= {"max_output_tokens": 1, "return_token_ids": True}
+    again = there.http.post("/v1/responses", json=body).json()
+    assert again["prompt_token_ids"] == ids
 
 
 @pytest.mark.parametrize("family", BOTH)

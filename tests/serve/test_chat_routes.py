@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -195,6 +196,146 @@ def test_a_stream_gives_the_same_answers_in_pieces(ann, path: str) -> None:
     assert events[-1]["usage"] == whole["usage"]
 
 
+def as_items(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a chat as input items of Responses."""
+    items: list[dict[str, Any]] = []
+    for each in messages:
+        parts, role = each["content"], each["role"]
+        if isinstance(parts, list):
+            kinds = {"text": "output_text" if role == "assistant" else "input_text"}
+            parts = [
+                {"type": "input_image", "image_url": part["image_url"]["url"]}
+                if part["type"] == "image_url"
+                else {**part, "type": kinds["text"]}
+                for part in parts
+            ]
+        if thoughts := each.get("reasoning_content"):
+            items.append(
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": thoughts}]}
+            )
+        if role == "tool":
+            items.append(
+                {"type": "function_call_output", "call_id": each["tool_call_id"], "output": parts}
+            )
+        elif parts:
+            items.append({"role": role, "content": parts})
+        for call in each.get("tool_calls", []):
+            items.append({"type": "function_call", "call_id": call["id"], **call["function"]})
+    return items
+
+
+def flat(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "function", **each["function"], "strict": True} for each in tools]
+
+
+def responded(client: httpx.Client, body: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Return the response and the events of its stream, which is the same in pieces."""
+    reply = client.post("/v1/responses", json=body)
+    assert reply.status_code == 200, reply.text
+    stream = client.post("/v1/responses", json={**body, "stream": True})
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    whole, events = reply.json(), events_of(stream)
+    assert [each["sequence_number"] for each in events] == list(range(len(events)))
+    assert [f"event: {each['type']}" for each in events] == [
+        line for line in stream.text.splitlines() if line.startswith("event: ")
+    ]
+    made = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{whole['status']}" == f"response.{made['status']}"
+    built = grown_items(events)
+    assert built == made["output"]
+    given = [re.sub("_[0-9a-f]{24,}", "", json.dumps(each)) for each in (whole["output"], built)]
+    assert given[0] == given[1] and whole["usage"] == made["usage"]
+    return whole, events
+
+
+def grown_items(events: list[Any]) -> list[Any]:
+    """Return the items that the events of a stream make, which come in order."""
+    kinds = [each["type"].removeprefix("response.") for each in events]
+    assert kinds[:2] == ["created", "in_progress"]
+    items: list[Any] = []
+    for kind, each in zip(kinds[2:-1], events[2:-1], strict=True):
+        name, _, phase = kind.rpartition(".")
+        if kind == "output_item.added":
+            assert each["output_index"] == len(items) and each["item"]["status"] == "in_progress"
+            items.append(each["item"])
+            continue
+        item = items[-1]
+        assert each["output_index"] == len(items) - 1
+        if kind == "output_item.done":
+            assert each["item"] | {"status": "in_progress"} == item
+            items[-1] = each["item"]
+            continue
+        assert each["item_id"] == item["id"]
+        if kind == "content_part.added":
+            item["content"].append(each["part"])
+        elif kind == "content_part.done":
+            assert each["part"] == item["content"][0]
+        else:
+            part = item if "call" in name else item["content"][each["content_index"]]
+            field = "arguments" if "call" in name else "text"
+            assert name == ("function_call_arguments" if part is item else part["type"])
+            if phase == "delta":
+                assert each["delta"]
+                part[field] += each["delta"]
+                if "logprobs" in each:
+                    part["logprobs"] += each["logprobs"]
+            else:
+                assert phase == "done" and each[field] == part[field]
+    return items
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_responses_are_those_of_chat_completions(ann, path: str, name: str) -> None:
+    tools = TOOLS if "tool" in name else []
+    fields = dict(model=path, temperature=0, return_token_ids=True, top_logprobs=2)
+    chat = answer(
+        ann,
+        messages=CHATS[name],
+        max_tokens=12,
+        logprobs=True,
+        **fields,
+        **({"tools": tools} if tools else {}),
+    )
+    body = dict(input=as_items(CHATS[name]), tools=flat(tools), max_output_tokens=12, **fields)
+    whole, _ = responded(ann, body | {"include": ["message.output_text.logprobs"]})
+    [choice] = chat["choices"]
+    [item] = whole["output"]
+    assert whole["prompt_token_ids"] == chat["prompt_token_ids"]
+    assert whole["token_ids"] == choice["token_ids"]
+    assert item["content"][0]["text"] == choice["message"]["content"]
+    ours, theirs = item["content"][0]["logprobs"], choice["logprobs"]["content"]
+    assert [each["bytes"] for each in ours] == [each["bytes"] for each in theirs]
+    assert [each["logprob"] for each in ours] == pytest.approx(
+        [each["logprob"] for each in theirs], abs=TOLERANCE
+    )
+    assert {len(each["top_logprobs"]) for each in ours} == {2}
+    usage = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
+    usage["total_tokens"] = "total_tokens"
+    assert {name: whole["usage"][own] for name, own in usage.items()} == chat["usage"]
+    is_cut = choice["finish_reason"] == "length"
+    assert whole["status"] == ("incomplete" if is_cut else "completed")
+    assert (whole["incomplete_details"] == {"reason": "max_output_tokens"}) == is_cut
+
+
+def test_a_response_streams_piece_by_piece(ann, path: str) -> None:
+    """Its instructions are the system's message, and what a client may send beside them changes
+    nothing."""
+    system, *rest = CHATS["two turns"]
+    fields = dict(temperature=1, seed=7, stop="zq")
+    [choice] = answer(ann, path, CHATS["two turns"], max_tokens=100, **fields)["choices"]
+    body = dict(model=path, instructions=system["content"], input=as_items(rest), store=True)
+    body |= {"max_output_tokens": 100, "metadata": {"a": "b"}, "user": "me", **fields}
+    whole, events = responded(ann, body)
+    assert whole["output"][0]["content"][0]["text"] == choice["message"]["content"]
+    assert sum(each["type"] == "response.output_text.delta" for each in events) > 1
+    assert whole["metadata"] == {"a": "b"} and whole["instructions"] == system["content"]
+    body = {"model": path, "input": "What?", "max_output_tokens": 2, "temperature": 0}
+    whole, _ = responded(ann, body)
+    asked = [{"role": "user", "content": "What?"}]
+    usage = answer(ann, path, asked, max_tokens=2)["usage"]
+    assert whole["usage"]["input_tokens"] == usage["prompt_tokens"]
+
+
 @pytest.mark.parametrize("layout", [full("parallel.tp=2"), full("parallel.pp=2")])
 def test_layouts_answer_alike(
     path: str, layout: str, tmp_path: Path, process_tree: ProcessTree
@@ -318,6 +459,70 @@ def test_a_mistake_is_named(ann, path: str, name: str) -> None:
     if param is not None:
         assert error["param"] == param
     assert ("context_length" in (error["code"] or "")) == (name == "room")
+
+
+USER = {"role": "user", "content": "What?"}
+KEPT = "send the items"
+REFUSED_ITEMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "nothing": ({"input": []}, "input", "a text, or a list of items"),
+    "role": ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "developer"),
+    "type": ({"input": [USER, {"type": "computer_call"}]}, "input[1].type", "computer_call"),
+    "reference": ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type", "itself"),
+    "file": (
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}]},
+        "input[0].content[0].type",
+        "input_file",
+    ),
+    "address": (
+        {
+            "instructions": "See.",
+            "input": [
+                {"type": "reasoning", "summary": []},
+                {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "a",
+                    "output": [{"type": "input_image", "image_url": "http://a"}],
+                },
+            ],
+        },
+        "input[2].output[0].image_url",
+        "opens no addresses",
+    ),
+    "thoughts": ({"input": [{"type": "reasoning", "summary": "a"}]}, "input[0]", "an object"),
+    "answer": ({"input": [{"role": "assistant", "content": "a"}]}, "input[0].content", "an answer"),
+    "earlier": ({"previous_response_id": "resp_a"}, "previous_response_id", KEPT),
+    "conversation": ({"conversation": "a"}, "conversation", KEPT),
+    "template": ({"prompt": {"id": "a"}}, "prompt", KEPT),
+    "later": ({"background": True}, "background", "False"),
+    "truncation": ({"truncation": "auto"}, "truncation", "disabled"),
+    "n": ({"n": 2}, "n", "1"),
+    "search": ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+    "choice": ({"tool_choice": "required"}, "tool_choice", "cannot be enforced"),
+    "format": ({"text": {"format": {"type": "json_object"}}}, "text.format", "not supported"),
+    "room": ({"max_output_tokens": 10**7}, "max_output_tokens", "10000000"),
+    "sources": ({"include": ["file_search_call.results"]}, "include", "logprobs"),
+    "bias": ({"logit_bias": {"5": 1}}, "logit_bias", "is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ITEMS)
+def test_a_mistake_in_an_item_is_named(ann, path: str, name: str) -> None:
+    fields, param, words = REFUSED_ITEMS[name]
+    reply = ann.post("/v1/responses", json={"model": path, "input": "What?", **fields})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error" and words in error["message"], error
+    assert error["param"] == param and error["message"].startswith(param), error
+
+
+def test_what_the_service_does_not_have_is_refused_by_name(ann) -> None:
+    for path, words in (("responses/resp_a", KEPT), ("embeddings", "--runner pooling")):
+        for reply in (ann.get(f"/v1/{path}"), ann.post(f"/v1/{path}", json={})):
+            assert reply.status_code == 404, reply.text
+            assert reply.json()["error"]["type"] == "not_found_error"
+        assert words in reply.json()["error"]["message"]
+    assert ann.get("/v1/responses/a", headers={"Authorization": ""}).status_code == 401
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -492,6 +697,24 @@ def test_the_real_clients_understand_it(
         "range": ["BadRequestError", "invalid_request_error"],
         "key": ["AuthenticationError", "authentication_error"],
     }
+    seen = got["responses"]
+    assert seen["text"] == seen["streamed"] == said
+    assert seen["log_probs"] == pytest.approx(expected, abs=TOLERANCE)
+    assert seen["usage"] == counts and seen["tools"] == ["look"]
+    assert seen["status"] == {"length": "incomplete", "stop": "completed"}[choice["finish_reason"]]
+    assert seen["kinds"] == [
+        *("response.created", "response.in_progress", "response.output_item.added"),
+        *("response.content_part.added", "response.output_text.delta"),
+        *("response.output_text.done", "response.content_part.done", "response.output_item.done"),
+        f"response.{seen['status']}",
+    ]
+    assert seen["errors"] == {
+        "model": ["NotFoundError", "not_found_error"],
+        "earlier": ["BadRequestError", "invalid_request_error"],
+        "search": ["BadRequestError", "invalid_request_error"],
+        "kept": ["NotFoundError", "not_found_error"],
+        "vectors": ["NotFoundError", "not_found_error"],
+    }
     seen = got["anthropic"]
     assert seen["text"] == seen["streamed"] == said
     assert seen["usage"] == counts and seen["count"] == counts[0]
@@ -501,4 +724,4 @@ def test_the_real_clients_understand_it(
         "model": ["NotFoundError", "not_found_error"],
         "address": ["BadRequestError", "invalid_request_error"],
     }
-    assert got["langchain"]["text"] == got["langchain"]["streamed"] == said
+    assert set(got["langchain"].values()) == {said}

@@ -16,6 +16,7 @@ from megatron_vlm.io.loopback import is_loopback_host
 from megatron_vlm.serve.http import (
     anthropic_routes,
     openai_routes,
+    responses_routes,
     run_routes,
     sampling_routes,
     search_routes,
@@ -82,6 +83,7 @@ def make_app(
         journal.end_sessions(SESSION, "the service has started again")
         for prefix in ("/v1", "/oai/api/v1"):
             app.include_router(openai_routes.router, prefix=prefix)
+            app.include_router(responses_routes.router, prefix=prefix)
         for prefix in ("/v1", "/anthropic/api/v1"):
             app.include_router(anthropic_routes.router, prefix=prefix)
         for prefix in ("/v1", "/oai/api/v1"):

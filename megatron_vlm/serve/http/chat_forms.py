@@ -216,6 +216,20 @@ class CompletionForm(CompletionFields):
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
+def as_functions(tools: Objects, kind: str, schema: str) -> Objects:
+    """Return tools of this type in the form of chat completions. `schema` is their field of
+    parameters."""
+    names = {"name": "name", "description": "description", schema: "parameters"}
+    functions = []
+    for number, tool in enumerate(tools):
+        if (given := tool.get("type") or kind) != kind:
+            where = f"tools[{number}].type"
+            raise RequestError(": this server has no tools", key=where, found=given, allowed=kind)
+        function = {ours: tool[theirs] for theirs, ours in names.items() if theirs in tool}
+        functions.append({"type": "function", "function": function})
+    return functions
+
+
 class AnthropicForm(ApiForm):
     """Body of messages, and of count_tokens, which has no max_tokens."""
 
@@ -234,29 +248,11 @@ class AnthropicForm(ApiForm):
             raise ValueError("a call cannot be enforced; give the type auto or none")
         return value
 
-    @field_validator("tools")
-    @classmethod
-    def _own_tools(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        for tool in value:
-            if tool.get("type") not in (None, "custom"):
-                raise ValueError(f"this server has no tool of type {tool['type']!r}")
-        return value
-
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Tools in OpenAI's form."""
-        if self.tool_choice["type"] == "none":
-            return []
-        names = {"name": "name", "description": "description", "input_schema": "parameters"}
-        return [
-            {
-                "type": "function",
-                "function": {
-                    ours: tool[theirs] for theirs, ours in names.items() if theirs in tool
-                },
-            }
-            for tool in self.tools
-        ]
+        """Tools in the form of chat completions."""
+        is_off = self.tool_choice["type"] == "none"
+        return [] if is_off else as_functions(self.tools, "custom", "input_schema")
 
     @property
     def sampling(self) -> SamplingFields:
@@ -337,6 +333,15 @@ def _tokens_before(texts: ChatTexts, ids: Sequence[int], size: int) -> int:
             return number
         begun += len(texts.bytes_of(token))
     return len(ids)
+
+
+def thought_tokens(texts: ChatTexts, reply: Reply) -> int:
+    """Return the number of an answer's tokens up to the end of its thoughts."""
+    if reply.answer.thoughts is None:
+        return 0
+    ids, mark = reply.sampled.tokens.tolist(), texts.chat_format.thoughts.end.encode()
+    before, end, _ = b"".join(map(texts.bytes_of, ids)).partition(mark)
+    return _tokens_before(texts, ids, len(before + end))
 
 
 class GrowingReplies:

@@ -24,7 +24,7 @@ from megatron_vlm.serve.http.chat_forms import (
 )
 from megatron_vlm.serve.http.chat_routing import Chats, Json, event, route_with, safe_text, streamed
 from megatron_vlm.serve.http.chat_samples import ChatSamples, ChatTexts, SamplingFields
-from megatron_vlm.serve.http.context import Context, Key
+from megatron_vlm.serve.http.context import AppContext, Context, Key
 from megatron_vlm.serve.http.request_bodies import HttpError
 from megatron_vlm.serve.http.sampling_routes import can_be_sampled
 from megatron_vlm.serve.journal.journal_records import Call
@@ -63,6 +63,19 @@ def top_entries(texts: ChatTexts, top: TopK | None, place: int) -> list[Json]:
         return []
     pairs = zip(top.ids[place].tolist(), top.log_probs[place].tolist(), strict=True)
     return [token_entry(texts, token, value) for token, value in pairs if value != NO_LOG_PROB]
+
+
+def log_prob_entries(texts: ChatTexts, reply: Reply) -> list[Json]:
+    """Return the log-probs of an answer's tokens, without its end."""
+    ids, log_probs = reply.sampled.tokens.tolist(), reply.sampled.log_probs
+    assert log_probs is not None
+    return [
+        {
+            **token_entry(texts, ids[place], float(log_probs[place])),
+            "top_logprobs": top_entries(texts, reply.sampled.top, place),
+        }
+        for place in range(reply.shown)
+    ]
 
 
 _FIELDS = {"thoughts": "reasoning_content", "content": "content"}
@@ -109,11 +122,24 @@ def _models(chats: ChatSamples, key: str) -> dict[str, Json]:
 async def chat_completions(request: Request, chats: Chats, context: Context, key: Key) -> Response:
     """Answer a chat."""
     form = await read_form(context, request, ChatForm)
+    question, call = await begin_chat(chats, context, key, form)
+    whole = _Whole(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), form, question, chats.texts)
+    if form.stream:
+        growing = GrowingReplies(chats, request, call, question)
+        events = _chat_events(whole, growing)
+        return streamed(events, lambda e: event(error_body(e)), partial(chats.drop, call))
+    samples = await chats.result(request, call)
+    return await asyncio.to_thread(whole.response, samples)
+
+
+async def begin_chat(
+    chats: ChatSamples, context: AppContext, key: str, form: ChatForm
+) -> tuple[ChatRequest, Call]:
+    """Render a chat and queue its samples."""
     variables = (
         chats.prompts.no_thinking(form.reasoning_effort == "none") | form.chat_template_kwargs
     )
     prompt = await chats.prompts.render(key, form.messages, form.offered_tools, variables)
-    question = ChatRequest(prompt, form.offered_tools, form.stops, form.n)
     schema = form.answer_schema(context.facts.has_schemas, prompt.is_thinking)
     fields = form.sampling(
         max_tokens=form.max_completion_tokens or form.max_tokens,
@@ -122,13 +148,7 @@ async def chat_completions(request: Request, chats: Chats, context: Context, key
         stream=form.stream and not form.logprobs,
     )
     call = await chats.begin(key, form.model, prompt.chunks, len(prompt.ids), fields)
-    whole = _Whole(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), form, question, chats.texts)
-    if form.stream:
-        growing = GrowingReplies(chats, request, call, question)
-        events = _chat_events(whole, growing)
-        return streamed(events, lambda e: event(error_body(e)), partial(chats.drop, call))
-    samples = await chats.result(request, call)
-    return await asyncio.to_thread(whole.response, samples)
+    return ChatRequest(prompt, form.offered_tools, form.stops, form.n), call
 
 
 class _Whole:
@@ -202,19 +222,7 @@ class _Whole:
         return self.chunk({**self.choice(index, reply), "delta": {}})
 
     def _log_probs(self, reply: Reply) -> Json | None:
-        if not self.form.logprobs:
-            return None
-        ids, log_probs = reply.sampled.tokens.tolist(), reply.sampled.log_probs
-        assert log_probs is not None
-        return {
-            "content": [
-                {
-                    **token_entry(self.texts, ids[place], float(log_probs[place])),
-                    "top_logprobs": top_entries(self.texts, reply.sampled.top, place),
-                }
-                for place in range(reply.shown)
-            ]
-        }
+        return {"content": log_prob_entries(self.texts, reply)} if self.form.logprobs else None
 
 
 async def _chat_events(whole: _Whole, growing: GrowingReplies) -> AsyncIterator[str]:

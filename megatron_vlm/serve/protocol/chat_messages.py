@@ -56,7 +56,7 @@ def text_length(value: Any) -> int:
 
 
 def _message(message: Any, where: str) -> Json:
-    message = _object(message, where)
+    message = as_object(message, where)
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(key=f"{where}.role", found=role, allowed=tuple(_ROLES))
@@ -85,11 +85,11 @@ def _content(content: Any, where: str) -> str | list[Json]:
 
 
 def _part(part: Any, where: str) -> Json:
-    part = _object(part, where)
+    part = as_object(part, where)
     kind = part.get("type")
-    if kind == "text":
-        return {"type": "text", "text": _text(part.get("text"), f"{where}.text")}
-    if kind == "image_url":
+    if kind in ("text", "input_text", "output_text"):
+        return {"type": "text", "text": as_text(part.get("text"), f"{where}.text")}
+    if kind in ("image_url", "input_image"):
         at, url = f"{where}.image_url", part.get("image_url")
         if isinstance(url, Mapping):
             at, url = f"{at}.url", url.get("url")
@@ -98,7 +98,7 @@ def _part(part: Any, where: str) -> Json:
         ": parts of another type are not supported",
         key=f"{where}.type",
         found=kind,
-        allowed=("text", "image_url"),
+        allowed=("text", "image_url", "input_text", "input_image"),
     )
 
 
@@ -129,7 +129,7 @@ def from_anthropic(system: Any, messages: Any) -> list[Json]:
         converted.append({"role": "system", "content": system})
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
-        message = _object(message, where)
+        message = as_object(message, where)
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in _BLOCKS:
             raise RequestError(key=f"{where}.role", found=role, allowed=tuple(_BLOCKS))
@@ -149,7 +149,7 @@ def _blocks(role: str, content: Sequence[Any], where: str) -> list[Json]:
     thoughts: list[str] = []
     for number, block in enumerate(content):
         at = f"{where}[{number}]"
-        kind = _object(block, at).get("type")
+        kind = as_object(block, at).get("type")
         if kind not in _BLOCKS[role]:
             raise RequestError(key=f"{at}.type", found=kind, allowed=_BLOCKS[role])
         if kind == "tool_use":
@@ -157,7 +157,7 @@ def _blocks(role: str, content: Sequence[Any], where: str) -> list[Json]:
             numbered = {"id": block["id"]} if isinstance(block.get("id"), str) else {}
             calls.append({"type": "function", **numbered, "function": function})
         elif kind == "thinking":
-            thoughts.append(_text(block.get("thinking"), f"{at}.thinking"))
+            thoughts.append(as_text(block.get("thinking"), f"{at}.thinking"))
         elif kind == "tool_result":
             said = block.get("content") or ""
             if not isinstance(said, str | list):
@@ -174,9 +174,9 @@ def _blocks(role: str, content: Sequence[Any], where: str) -> list[Json]:
 
 
 def _block_part(block: Any, where: str) -> Json:
-    if _object(block, where).get("type") != "image":
+    if as_object(block, where).get("type") != "image":
         return dict(block)
-    source = _object(block.get("source"), f"{where}.source")
+    source = as_object(block.get("source"), f"{where}.source")
     if source.get("type") != "base64":
         raise RequestError(
             ": this server opens no addresses and no files",
@@ -188,13 +188,13 @@ def _block_part(block: Any, where: str) -> Json:
     return {"type": "image_url", "image_url": uri}
 
 
-def _object(value: Any, where: str) -> Mapping[str, Any]:
+def as_object(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise RequestError(key=where, found=value, allowed="an object")
     return value
 
 
-def _text(value: Any, where: str) -> str:
+def as_text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise RequestError(key=where, found=value, allowed="a text")
     return value

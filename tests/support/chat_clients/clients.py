@@ -11,6 +11,8 @@ from typing import Any
 import anthropic
 import openai
 from langchain_openai import ChatOpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 URL, MODEL, FILE, KEY = sys.argv[1:]
 MESSAGES = json.loads(Path(FILE).read_text())
@@ -87,6 +89,63 @@ def openai_answers() -> dict[str, Any]:
     }
 
 
+def item(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as an input item of Responses."""
+    if isinstance(message["content"], str):
+        return message
+    parts = [
+        {"type": "input_text", "text": part["text"]}
+        if part["type"] == "text"
+        else {"type": "input_image", "image_url": part["image_url"]["url"], "detail": "auto"}
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
+def responses_answers() -> dict[str, Any]:
+    """Validate each response and each event, which the client by itself does not."""
+    client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
+    function = {"type": "function", **TOOLS[0]["function"], "strict": False}
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "input": [item(each) for each in MESSAGES],
+        "max_output_tokens": 24,
+        "temperature": 0,
+        "metadata": {"a": "b"},
+    }
+    scored: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = client.responses.create(**body, **scored)
+    offered = client.responses.create(**body, tools=[function], store=False)
+    raw: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    events = [each.to_dict(mode="json") for each in client.responses.create(**body, stream=True)]
+    for each in events:
+        raw.validate_python(each, strict=True)
+    for each in (whole, offered):
+        Response.model_validate(each.to_dict(mode="json"), strict=True)
+    with client.responses.stream(**body) as stream:
+        pieces = [each.delta for each in stream if each.type == "response.output_text.delta"]
+    wrong = {
+        "model": {"model": "nobody/nothing"},
+        "earlier": {"previous_response_id": "resp_a"},
+        "search": {"tools": [{"type": "web_search"}]},
+    }
+    return {
+        "text": whole.output_text,
+        "log_probs": [each.logprob for each in whole.output[0].content[0].logprobs],
+        "usage": [whole.usage.input_tokens, whole.usage.output_tokens],
+        "status": whole.status,
+        "tools": [each.name for each in offered.tools],
+        "streamed": "".join(pieces),
+        "kinds": list(dict.fromkeys(each["type"] for each in events)),
+        "errors": {
+            name: error(lambda more=more: client.responses.create(**{**body, **more}))
+            for name, more in wrong.items()
+        }
+        | {"kept": error(lambda: client.responses.retrieve("resp_a"))}
+        | {"vectors": error(lambda: client.embeddings.create(model=MODEL, input="a"))},
+    }
+
+
 def anthropic_answers() -> dict[str, Any]:
     client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
     [system, *rest] = MESSAGES
@@ -127,9 +186,12 @@ def langchain_answers() -> dict[str, Any]:
     model = ChatOpenAI(
         base_url=f"{URL}/v1", api_key=KEY, model=MODEL, temperature=0, max_tokens=24, max_retries=0
     )
+    asked = model.model_copy(update={"use_responses_api": True})
     return {
         "text": model.invoke(MESSAGES).content,
         "streamed": "".join(str(piece.content) for piece in model.stream(MESSAGES)),
+        "responses": asked.invoke(MESSAGES).text,
+        "responses_streamed": "".join(piece.text for piece in asked.stream(MESSAGES)),
     }
 
 
@@ -137,6 +199,7 @@ print(
     json.dumps(
         {
             "openai": openai_answers(),
+            "responses": responses_answers(),
             "anthropic": anthropic_answers(),
             "langchain": langchain_answers(),
         }
