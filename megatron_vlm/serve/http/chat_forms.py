@@ -224,7 +224,9 @@ def as_functions(tools: Objects, kind: str, schema: str) -> Objects:
     for number, tool in enumerate(tools):
         if (given := tool.get("type") or kind) != kind:
             where = f"tools[{number}].type"
-            raise RequestError(": this server has no tools", key=where, found=given, allowed=kind)
+            raise RequestError(
+                ": this server has no such tool", key=where, found=given, allowed=kind
+            )
         function = {ours: tool[theirs] for theirs, ours in names.items() if theirs in tool}
         functions.append({"type": "function", "function": function})
     return functions
