@@ -12,20 +12,20 @@ from transformers import PretrainedConfig
 from megatron_vlm.family.chat_format import ChatFormat
 from megatron_vlm.family.engine_prompt import EnginePrompt
 from megatron_vlm.family.images import ImageReader, VideoReader
-from megatron_vlm.family.spec import ModelSizes, TowerHeads
+from megatron_vlm.family.spec import ModelSizes, TowerChains
 from megatron_vlm.family.tiny import TinyParts
 
 
 @dataclass(frozen=True)
 class Family:
     """A model family; each family has one instance. `tower` builds the vision tower with unset
-    weights from config.json, a device, the switch for recomputing its blocks in the backward, and a
-    function that makes the heads of its attention."""
+    weights from config.json, a device, the switch for recomputing its blocks in the backward, and
+    the chains of its blocks."""
 
     model_type: str  # as config.json names it
     chat: ChatFormat
     sizes_of: Callable[[PretrainedConfig], ModelSizes]
-    tower: Callable[[PretrainedConfig, torch.device, bool, TowerHeads], torch.nn.Module]
+    tower: Callable[[PretrainedConfig, torch.device, bool, TowerChains], torch.nn.Module]
     # How a checkpoint in this folder sees pictures and videos, with the keys of `data`, or of
     # `data.video`, by which it is set: None is the checkpoint's own value.
     images: Callable[[str | Path, Mapping[str, Any]], ImageReader]

@@ -294,3 +294,6 @@ def tower_tensors(
 # A function that makes queries, keys and values from the output of the tower's first linear, cos,
 # sin and the number of heads.
 TowerHeads = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+# Chains of small operations in a tower's blocks: FusedOps of model/fused_ops.py, which no family
+# imports.
+TowerChains = Any

@@ -199,7 +199,7 @@ def build_chunks(
         tower = None
         if grid.first and chunk == 0:
             again = cfg.model.recompute_vision
-            tower = family.tower(hf_config, platform.device, again, chains.tower_heads)
+            tower = family.tower(hf_config, platform.device, again, chains)
             set_kernel(tower, kernels.get(TOWER, TORCH))
         dtype = None if BACKENDS[cfg.model.backend].fuses_norms else config.params_dtype
         model = StageModel(

@@ -3,7 +3,8 @@ reads and writes memory once instead of once for each operation.
 
 Shapes: S tokens of a row, B rows, T = S x B, H width, I width between the MLP's two linears, N
 query heads, G key/value heads, D head size, F half the head size, Q = (N + 2 G) x D. In the vision
-tower there are P patches, and Q = 3 x N x D.
+tower there are P patches, and Q = 3 x N x D. A gated delta net has X outputs of its first linear, K
+key heads and V value heads of the widths D and E, and C channels of a convolution over W tokens.
 """
 
 import importlib.util
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils._pytree import tree_map
 
 from megatron_vlm.distributed.agreement import all_reduce_max
@@ -29,9 +31,10 @@ from megatron_vlm.family.spec import TowerHeads
 COMPILERS = ("g++", "clang++", "gcc", "clang")
 
 
-def norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm, computed in fp32."""
-    return F.rms_norm(x_SBH, weight_H.shape, weight_H, eps)
+def norm(x_SBH: Tensor, weight_H: Tensor, eps: float, residual_SBH: Tensor | None = None) -> Tensor:
+    """Apply RMSNorm, computed in fp32, and add it to a residual if there is one."""
+    normed_SBH = F.rms_norm(x_SBH, weight_H.shape, weight_H, eps)
+    return normed_SBH if residual_SBH is None else residual_SBH + normed_SBH
 
 
 def centered_norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -105,6 +108,30 @@ def gated_heads(
     )
 
 
+def unscaled_heads(
+    mixed_SBQ: Tensor,
+    cos_SBF: Tensor,
+    sin_SBF: Tensor,
+    query_weight_D: Tensor,
+    key_weight_D: Tensor,
+    groups: int,
+    values: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values as `heads`. Values are normalised as well, without a weight.
+    Each group has its queries, its key and `values` values: with 0, its key is the value too."""
+    mixed_SBGXD = mixed_SBQ.unflatten(-1, (groups, -1, len(key_weight_D)))
+    queries = mixed_SBGXD.shape[-2] - 1 - values
+    query_SBGXD, *rest = mixed_SBGXD.split([queries, *[1] * (1 + values)], dim=-2)
+    key_SBGD, value_SBGD = rest[0].squeeze(-2), rest[-1].squeeze(-2)
+    query_SBND = norm(query_SBGXD.flatten(-3, -2), query_weight_D, eps)
+    return (
+        rotate(query_SBND, cos_SBF, sin_SBF),
+        rotate(norm(key_SBGD, key_weight_D, eps), cos_SBF, sin_SBF),
+        F.rms_norm(value_SBGD, value_SBGD.shape[-1:], None, eps),
+    )
+
+
 def gate_output(out_SBQ: Tensor, gate_SBND: Tensor) -> Tensor:
     """Multiply the output of attention by the sigmoid of its gate."""
     return out_SBQ * gate_SBND.flatten(-2).sigmoid()
@@ -120,6 +147,97 @@ def tower_heads(
     rotated = (_rotate(each.float(), cos_PF, sin_PF) for each in (query_PND, key_PND))
     # Copied for the same reason as in `heads`.
     return *(each.to(mixed_PQ.dtype) for each in rotated), value_PND.contiguous()
+
+
+def upcast_norm(
+    x_PH: Tensor, weight_H: Tensor | None, eps: float, residual_PH: Tensor | None = None
+) -> Tensor:
+    """Apply RMSNorm like `norm`, in the operations of transformers' Gemma 4."""
+    wide_PH = x_PH.float()
+    wide_PH = wide_PH * torch.pow(wide_PH.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+    normed_PH = (wide_PH if weight_H is None else wide_PH * weight_H.float()).to(x_PH.dtype)
+    return normed_PH if residual_PH is None else residual_PH + normed_PH
+
+
+def axial_heads(
+    query_PX: Tensor,
+    key_PX: Tensor,
+    value_PX: Tensor,
+    cos_PD: Tensor,
+    sin_PD: Tensor,
+    query_weight_D: Tensor,
+    key_weight_D: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values [P, N, D] of the vision tower from the outputs of its three
+    linears, normalised. The first half of a query or key is rotated by x and the second by y."""
+    parts = (query_PX, query_weight_D), (key_PX, key_weight_D), (value_PX, None)
+    query_PND, key_PND, value_PND = (
+        upcast_norm(x_PX.unflatten(-1, (-1, len(key_weight_D))), weight_D, eps)
+        for x_PX, weight_D in parts
+    )
+    turns = cos_PD[:, None], sin_PD[:, None]
+    return rotate_axes(query_PND, *turns), rotate_axes(key_PND, *turns), value_PND
+
+
+def rotate_axes(x_PND: Tensor, cos_P1D: Tensor, sin_P1D: Tensor) -> Tensor:
+    """Rotate each half of a head by its own halves."""
+    first, second, third, fourth = x_PND.chunk(4, dim=-1)
+    turned_PND = torch.cat([-second, first, -fourth, third], dim=-1)
+    return x_PND * cos_P1D + turned_PND * sin_P1D
+
+
+def delta_inputs(
+    projected_SBX: Tensor,
+    weight_CW: Tensor,
+    decay_V: Tensor,
+    bias_V: Tensor,
+    mixed: tuple[int, int, int],
+    key_dim: int,
+    value_dim: int,
+) -> tuple[Tensor, ...]:
+    """Return queries and keys [B, S, K, D], values [B, S, V, E], their gate [B, S, V x E], and in
+    fp32 the logarithms of decays and beta [B, S, V] of a gated delta net. `mixed` has the channels
+    of queries, keys and values, and `decay_V` the logarithms of the decays' rates."""
+    parts = projected_SBX.transpose(0, 1).split([sum(mixed), mixed[2], *[len(bias_V)] * 2], dim=-1)
+    mixed_BSC, gate_BSX, beta_BSV, a_BSV = parts
+    query, key, value = convolve(mixed_BSC, weight_CW).split(mixed, dim=-1)
+    by_row = [
+        query.unflatten(-1, (-1, key_dim)),
+        key.unflatten(-1, (-1, key_dim)),
+        value.unflatten(-1, (-1, value_dim)),
+        gate_BSX,
+    ]
+    if is_compiling():  # flash-linear-attention would copy each of them
+        by_row = [each.contiguous() for each in by_row]
+    return (
+        *by_row,
+        -decay_V.exp() * F.softplus(a_BSV.float() + bias_V.float()),
+        beta_BSV.float().sigmoid(),
+    )
+
+
+def convolve(x_BSC: Tensor, weight_CW: Tensor) -> Tensor:
+    """Apply the causal convolution of each channel, and SiLU. Rows begin with zeros."""
+    channels, width = weight_CW.shape
+    if is_compiling():  # a convolution would be a kernel of its own
+        padded_BSC = F.pad(x_BSC, (0, 0, width - 1, 0)).float()
+        tokens = x_BSC.shape[1]
+        first, *rest = (
+            padded_BSC[:, w : w + tokens] * weight_CW[:, w].float() for w in range(width)
+        )
+        return F.silu(sum(rest, first).to(x_BSC.dtype))
+    x_BCS = F.pad(x_BSC.transpose(1, 2), (width - 1, 0))
+    return F.silu(F.conv1d(x_BCS, weight_CW[:, None], groups=channels)).transpose(1, 2)
+
+
+def delta_outputs(out_BSVE: Tensor, gate_BSX: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Normalise each head of a gated delta net, then apply its gate. Return [S, B, V x E]."""
+    dtype, gate_BSVE = out_BSVE.dtype, gate_BSX.unflatten(-1, out_BSVE.shape[2:])
+    normed_BSVE = F.rms_norm(out_BSVE.float(), weight_E.shape, None, eps).to(dtype)
+    normed_BSVE = weight_E.to(dtype) * normed_BSVE
+    gated_BSVE = (normed_BSVE * F.silu(gate_BSVE.float())).to(dtype)
+    return gated_BSVE.flatten(2).transpose(0, 1).contiguous()
 
 
 def rotate(x_SBND: Tensor, cos_SBF: Tensor, sin_SBF: Tensor) -> Tensor:
@@ -141,17 +259,26 @@ def _rotate(x_SBND: Tensor, cos_SBF: Tensor, sin_SBF: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+# Chains along the tokens of a row. The others compute each token alone.
+BY_ROW = (delta_inputs, delta_outputs)
+
+
 @dataclass(frozen=True)
 class FusedOps:
     """Chains as the layers call them."""
 
-    norm: Callable[[Tensor, Tensor, float], Tensor] = norm
+    norm: Callable[..., Tensor] = norm
     swiglu: Callable[[Tensor], Tensor] = swiglu
     geglu: Callable[[Tensor], Tensor] = geglu
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = heads
     tower_heads: TowerHeads = tower_heads
     centered_norm: Callable[[Tensor, Tensor, float], Tensor] = centered_norm
     gated_heads: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = gated_heads
+    unscaled_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = unscaled_heads
+    upcast_norm: Callable[..., Tensor] = upcast_norm
+    axial_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = axial_heads
+    delta_inputs: Callable[..., tuple[Tensor, ...]] = delta_inputs
+    delta_outputs: Callable[[Tensor, Tensor, Tensor, float], Tensor] = delta_outputs
 
     @staticmethod
     def compile(backend: str = "inductor") -> "FusedOps":
@@ -164,8 +291,8 @@ def _compile_chain(chain: Callable[..., Any], backend: str) -> Callable[..., Any
     """Compile a chain over [T] in place of [S, B]. Only one size changes instead of two; one of
     them, B, is often 1, and torch compiles a size of 1 separately. The rows of experts are [M]
     already."""
-    # Only the sizes that `_flat` marks are dynamic. No other size becomes dynamic because it
-    # differs in another model.
+    # Only the sizes that are marked are dynamic. No other size becomes dynamic because it differs
+    # in another model.
     fast = torch.compile(chain, backend=backend, dynamic=False)
 
     def call(*given: Any) -> Any:
@@ -173,6 +300,8 @@ def _compile_chain(chain: Callable[..., Any], backend: str) -> Callable[..., Any
         if rows.numel() < 2:  # one generated token of a single row
             return chain(*given)
         try:
+            if chain in BY_ROW:
+                return fast(*map(_mark_rows, given))
             out_T = fast(*map(_flatten_tokens, given))
             return tree_map(lambda made: made.unflatten(0, rows), out_T)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -184,6 +313,14 @@ def _compile_chain(chain: Callable[..., Any], backend: str) -> Callable[..., Any
             ) from error
 
     return call
+
+
+def _mark_rows(value: Any) -> Any:
+    """Return the value, of which two sizes may change if it has rows of tokens. A single row is
+    compiled separately."""
+    if isinstance(value, Tensor) and value.dim() > 2:
+        torch._dynamo.maybe_mark_dynamic(value, (0, 1))
+    return value
 
 
 def _flatten_tokens(value: Any) -> Any:

@@ -5,14 +5,13 @@ Megatron's own (0.16) is not used: it needs flash-linear-attention even on a CPU
 gradient of its norm unsummed over TP.
 
 Shapes: S tokens (Megatron is sequence first), B rows, H width, X outputs of the first linear, K key
-heads and V value heads of this rank, D and E their widths, C channels of the convolution, W tokens
-that it sees.
+heads and V value heads of this rank, D and E their widths, W tokens that the convolution
+sees before one.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from megatron_vlm.family.decoder_layers import GatedDeltaNet
 from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.delta_rule import DeltaRule, delta_step
+from megatron_vlm.model.fused_ops import FusedOps
 from megatron_vlm.model.kv_cache import KVCache
 
 
@@ -48,21 +48,22 @@ class GatedDeltaMixer(MegatronModule):
         sizes: GatedDeltaNet,
         pg_collection: Any,
         rule: DeltaRule,
+        chains: FusedOps,
         **_: Any,
     ):
         """Create the mixer. `rule` computes the gated delta rule."""
         super().__init__(config=config)
-        self.rule = rule
+        self.rule, self.chains = rule, chains
         self.layer_number, self.tp = layer_number, pg_collection.tp
         ranks = self.tp.size()
         self.key_dim, self.value_dim = sizes.key_dim, sizes.value_dim
         self.value_heads = sizes.value_heads // ranks
         keys, values = sizes.keys // ranks, sizes.values // ranks
-        self.mixed = [keys, keys, values]
-        self.widths = [sum(self.mixed), values, self.value_heads, self.value_heads]
+        self.mixed = (keys, keys, values)
+        outputs = sum(self.mixed) + values + 2 * self.value_heads
         self.in_proj = ColumnParallelLinear(
             config.hidden_size,
-            sum(self.widths) * ranks,
+            outputs * ranks,
             config=config,
             init_method=config.init_method,
             gather_output=False,
@@ -94,75 +95,52 @@ class GatedDeltaMixer(MegatronModule):
         """Mix the tokens of each row, which begins with an empty state. Padding is on the right and
         changes no token before it."""
         projected_SBX, _bias = self.in_proj(hidden_SBH)
-        # Rows first: the convolution and the rule go along the tokens of a row.
-        parts = projected_SBX.transpose(0, 1).split(self.widths, dim=-1)
-        mixed_BSC, gate_BSX, beta_BSV, a_BSV = parts
-        beta_BSV = beta_BSV.float().sigmoid()
-        decay_BSV = -self.A_log.exp() * F.softplus(a_BSV.float() + self.dt_bias.float())
         cache = None if self.context is None else self.context.cache
-        if cache is None:
-            out_BSVE, _state = self._rule(_convolve(mixed_BSC, self.conv1d), decay_BSV, beta_BSV)
-        elif cache.in_prefill:
-            out_BSVE = self._prefill(cache, mixed_BSC, decay_BSV, beta_BSV)
+        if cache is not None and not cache.in_prefill:
+            out_BSVE, gate_BSX = self._decode(cache, projected_SBX)
         else:
-            out_BSVE = self._decode(cache, mixed_BSC, decay_BSV, beta_BSV)
-        gated_BSX = self._gated_norm(out_BSVE, gate_BSX)
-        return self.out_proj(gated_BSX.transpose(0, 1).contiguous())
+            out_BSVE, gate_BSX = self._mix_rows(cache, projected_SBX)
+        return self.out_proj(self._gated_norm(out_BSVE, gate_BSX))
 
-    def _rule(
-        self, mixed_BSC: Tensor, decay_BSV: Tensor, beta_BSV: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self.rule(*self._heads(mixed_BSC), decay_BSV, beta_BSV)
+    def _inputs(self, projected_SBX: Tensor) -> tuple[Tensor, ...]:
+        weights = self.conv1d.squeeze(1), self.A_log, self.dt_bias
+        widths = self.mixed, self.key_dim, self.value_dim
+        return self.chains.delta_inputs(projected_SBX, *weights, *widths)
 
-    def _heads(self, mixed_BSC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = mixed_BSC.split(self.mixed, dim=-1)
-        by_key, by_value = (-1, self.key_dim), (-1, self.value_dim)
-        return query.unflatten(-1, by_key), key.unflatten(-1, by_key), value.unflatten(-1, by_value)
+    def _mix_rows(self, cache: KVCache | None, projected_SBX: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix all tokens, and store the states of prompts. Return the outputs and their gate."""
+        if cache is None:
+            *inputs, gate_BSX, decay_BSV, beta_BSV = self._inputs(projected_SBX)
+            return self.rule(*inputs, decay_BSV, beta_BSV)[0], gate_BSX
+        seen, tokens, state_BVDE = self.conv1d.shape[-1] - 1, len(projected_SBX), None
+        if cache.before:  # the convolution reaches back into the pass before
+            seen_BWX, state_BVDE = cache.states[self.layer_number]
+            projected_SBX = torch.cat([seen_BWX.transpose(0, 1), projected_SBX])
+        every = [each[:, -tokens:] for each in self._inputs(projected_SBX)]
+        *inputs, gate_BSX, decay_BSV, beta_BSV = every
+        # Padding neither decays a state nor is written into it.
+        real_BS1 = cache.real_tokens(tokens)[..., None]
+        given = *inputs, decay_BSV * real_BS1, beta_BSV * real_BS1
+        out_BSVE, state_BVDE = self.rule(*given, state_BVDE)
+        newest_BWX = projected_SBX[-seen:].transpose(0, 1).clone()  # of all only these stay
+        if not cache.before:
+            newest_BWX = cache.newest_tokens(projected_SBX.transpose(0, 1), seen)
+        cache.states[self.layer_number] = (newest_BWX, state_BVDE)
+        return out_BSVE, gate_BSX
 
     def _gated_norm(self, out_BSVE: Tensor, gate_BSX: Tensor) -> Tensor:
-        """Normalise each head, then apply its gate. Each rank sees only its own heads, so the
-        weight's gradient is a sum over TP."""
+        """Normalise and gate each head. Each rank sees only its own heads, so the weight's gradient
+        is a sum over TP."""
         weight_E = copy_to_tensor_model_parallel_region(self.norm, group=self.tp)
-        dtype, eps = out_BSVE.dtype, self.config.layernorm_epsilon
-        normed_BSVE = F.rms_norm(out_BSVE.float(), (self.value_dim,), None, eps).to(dtype)
-        normed_BSVE = weight_E.to(dtype) * normed_BSVE
-        gate_BSVE = gate_BSX.unflatten(-1, (-1, self.value_dim))
-        return (normed_BSVE * F.silu(gate_BSVE.float())).to(dtype).flatten(2)
+        eps = self.config.layernorm_epsilon
+        return self.chains.delta_outputs(out_BSVE, gate_BSX, weight_E, eps)
 
-    def _prefill(
-        self, cache: KVCache, mixed_BSC: Tensor, decay_BSV: Tensor, beta_BSV: Tensor
-    ) -> Tensor:
-        """Mix prompts and store their states, which padding neither decays nor is written into."""
-        real_BS1 = cache.real_tokens(mixed_BSC.shape[1])[..., None]
-        seen, number = self.conv1d.shape[-1] - 1, self.layer_number
-        given = decay_BSV * real_BS1, beta_BSV * real_BS1
-        if cache.before:
-            seen_BWC, state_BVDE = cache.states[number]
-            window_BSC = torch.cat([seen_BWC, mixed_BSC], dim=1)
-            heads = self._heads(_convolve(window_BSC, self.conv1d)[:, seen:])
-            out_BSVE, state_BVDE = self.rule(*heads, *given, state_BVDE)
-            cache.states[number] = (window_BSC[:, window_BSC.shape[1] - seen :], state_BVDE)
-            return out_BSVE
-        out_BSVE, state_BVDE = self._rule(_convolve(mixed_BSC, self.conv1d), *given)
-        cache.states[number] = (cache.newest_tokens(mixed_BSC, seen), state_BVDE)
-        return out_BSVE
-
-    def _decode(
-        self, cache: KVCache, mixed_B1C: Tensor, decay_B1V: Tensor, beta_B1V: Tensor
-    ) -> Tensor:
-        """Mix one new token of each row."""
-        seen_BWC, state_BVDE = cache.states[self.layer_number]
-        window_BWC = torch.cat([seen_BWC, mixed_B1C], dim=1)
-        convolved_B1C = _convolve(window_BWC, self.conv1d)[:, -1:]
-        query, key, value = (part[:, 0] for part in self._heads(convolved_B1C))
-        decay_BV, beta_BV = decay_B1V[:, 0], beta_B1V[:, 0]
+    def _decode(self, cache: KVCache, projected_1BX: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix one new token of each row. Return the outputs and their gate."""
+        seen_BWX, state_BVDE = cache.states[self.layer_number]
+        window_BWX = torch.cat([seen_BWX, projected_1BX.transpose(0, 1)], dim=1)
+        inputs = [each[:, -1] for each in self._inputs(window_BWX.transpose(0, 1))]
+        query, key, value, gate_BX, decay_BV, beta_BV = inputs
         out_BVE, state_BVDE = delta_step(query, key, value, decay_BV, beta_BV, state_BVDE)
-        cache.states[self.layer_number] = (window_BWC[:, 1:], state_BVDE)
-        return out_BVE[:, None]
-
-
-def _convolve(x_BSC: Tensor, weight_C1W: Tensor) -> Tensor:
-    """Apply the causal convolution of each channel, and SiLU. Rows begin with zeros."""
-    channels, _, width = weight_C1W.shape
-    x_BCS = F.pad(x_BSC.transpose(1, 2), (width - 1, 0))
-    return F.silu(F.conv1d(x_BCS, weight_C1W, groups=channels)).transpose(1, 2)
+        cache.states[self.layer_number] = (window_BWX[:, 1:], state_BVDE)
+        return out_BVE[:, None], gate_BX[:, None]

@@ -34,8 +34,8 @@ class KVCache:
         self.before = 0  # tokens before this pass, in a prefill of one row that takes several
         self.device = device
         self.layers: dict[int, Pair] = {}  # keys and values [B, T, G, D]
-        # States of layers with linear attention: the newest inputs of the convolution [B, W, C] and
-        # the state of the rule in fp32 [B, V, D, E].
+        # States of layers with linear attention: the newest outputs of their first linear
+        # [B, W, X] and the state of the rule in fp32 [B, V, D, E].
         self.states: dict[int, Pair] = {}
         self.last_B: Tensor | None = None  # the column of each row's newest token
         self.mask_B11T: Tensor | None = None  # columns that it attends to; None in the prefill

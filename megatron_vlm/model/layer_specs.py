@@ -84,7 +84,7 @@ def _attention(options: BuildOptions, text: TextSizes, attention: FullAttention)
 
 
 def _delta_net(options: BuildOptions, _: TextSizes, net: GatedDeltaNet) -> dict[str, Any]:
-    params = {"sizes": net, "rule": options.delta_rule}
+    params = {"sizes": net, "rule": options.delta_rule, "chains": options.chains}
     return {"self_attention": ModuleSpec(GatedDeltaMixer, params)}
 
 
@@ -112,6 +112,16 @@ def _experts(options: BuildOptions, text: TextSizes, experts: Experts) -> dict[s
     return {"pre_mlp_layernorm": _norm(options, text), "mlp": mlp}
 
 
+def norm_and_add(options: BuildOptions, text: TextSizes) -> Callable[..., Any]:
+    """Return what adds a part's output to its residual, in the place of Megatron's function, which
+    takes a bias where this one takes the weight of the output's norm."""
+
+    def add(given: tuple[Tensor, Tensor], residual_SBH: Tensor, _dropout: float) -> Tensor:
+        return options.chains.norm(*given, text.norm_eps, residual_SBH)
+
+    return lambda *_: add
+
+
 def _unscaled_attention(
     options: BuildOptions, text: TextSizes, attention: Attention
 ) -> dict[str, Any]:
@@ -122,13 +132,18 @@ def _unscaled_attention(
         "rotary_span": rotary_spans(text)[attention],
         "tokens": options.tokens,
     }
-    return {"self_attention": ModuleSpec(UnscaledSelfAttention, params)}
+    mixer = ModuleSpec(UnscaledSelfAttention, params)
+    return {"self_attention": mixer, "self_attn_bda": norm_and_add(options, text)}
 
 
 def _normed_mlp(options: BuildOptions, text: TextSizes, mlp: DenseMLP) -> dict[str, Any]:
     submodules = _mlp_submodules(options.chains.geglu)
     params = {"submodules": submodules, "chains": options.chains}
-    return {"pre_mlp_layernorm": _norm(options, text), "mlp": LayerPart(PostNormMLP, params)}
+    return {
+        "pre_mlp_layernorm": _norm(options, text),
+        "mlp": LayerPart(PostNormMLP, params),
+        "mlp_bda": norm_and_add(options, text),
+    }
 
 
 def _experts_beside_mlp(options: BuildOptions, _: TextSizes, experts: Experts) -> dict[str, Any]:

@@ -18,15 +18,16 @@ from megatron_vlm.model.router import Routing, route
 
 
 class PostNormMLP(LayerMLP):
-    """Megatron's MLP and the norm of its output."""
+    """Megatron's MLP, and the norm of its output, which `norm_and_add` of model/layer_specs.py
+    applies."""
 
     def __init__(self, config: TransformerConfig, *args: Any, chains: FusedOps, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.post_norm = Norm(chains, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, hidden_SBH: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_SBH: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         out_SBH, _bias = super().forward(hidden_SBH, *args, **kwargs)
-        return self.post_norm(out_SBH), None
+        return out_SBH, self.post_norm.weight
 
 
 class MLPBesideExperts(ExpertMLP):

@@ -26,7 +26,7 @@ from megatron_vlm.model.attention import CachedAttention, SDPACoreAttention
 from megatron_vlm.model.attention_kernels import as_added
 from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.flash_windows import Window
-from megatron_vlm.model.fused_ops import FusedOps, Norm, rotate
+from megatron_vlm.model.fused_ops import FusedOps, Norm
 
 
 class UnscaledSelfAttention(MegatronModule):
@@ -47,6 +47,7 @@ class UnscaledSelfAttention(MegatronModule):
         """Create it with unset weights. `rotary_span` is the place of its cos and sin."""
         super().__init__(config=config)
         self.sizes, self.span, self.tokens, tp = sizes, rotary_span, tokens, pg_collection.tp
+        self.chains = chains
         self.groups = sizes.kv_heads // tp.size()
         outputs = sizes.query + (1 if sizes.values_are_keys else 2) * sizes.kv
         self.linear_qkv = ColumnParallelLinear(
@@ -83,8 +84,10 @@ class UnscaledSelfAttention(MegatronModule):
 
     def forward(
         self, hidden_SBH: Tensor, attention_mask: None = None, *, rotary_pos_emb: Tensor, **_: Any
-    ) -> tuple[Tensor, None]:
-        """Attend. `rotary_pos_emb` [2, S, B, F of all kinds] is cos and sin of the positions."""
+    ) -> tuple[Tensor, Tensor]:
+        """Attend, and return the weight of the output's norm as well, for `norm_and_add` of
+        model/layer_specs.py. `rotary_pos_emb` [2, S, B, F of all kinds] is cos and sin of the
+        positions."""
         mixed_SBQ, _bias = self.linear_qkv(hidden_SBH)
         first, last = self.span
         heads = self._heads(mixed_SBQ, *rotary_pos_emb[..., first:last])
@@ -96,21 +99,14 @@ class UnscaledSelfAttention(MegatronModule):
         else:
             out_SBQ = attend(*heads, mask)
         out_SBH, _bias = self.linear_proj(out_SBQ)
-        return self.post_norm(out_SBH), None
+        return out_SBH, self.post_norm.weight
 
     def _heads(
         self, mixed_SBQ: Tensor, cos_SBF: Tensor, sin_SBF: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values. Each group has its queries, its key and, unless the key
-        is the value too, its value."""
-        mixed_SBGXD = mixed_SBQ.unflatten(-1, (self.groups, -1, self.sizes.head_dim))
-        others = 1 if self.sizes.values_are_keys else 2
-        widths = [mixed_SBGXD.shape[-2] - others, *[1] * others]
-        query_SBGXD, *rest = mixed_SBGXD.split(widths, dim=-2)
-        key_SBGD, value_SBGD = rest[0].squeeze(-2), rest[-1].squeeze(-2)
-        value_SBGD = F.rms_norm(value_SBGD, value_SBGD.shape[-1:], None, self.q_layernorm.eps)
-        query_SBND = rotate(self.q_layernorm(query_SBGXD.flatten(-3, -2)), cos_SBF, sin_SBF)
-        return query_SBND, rotate(self.k_layernorm(key_SBGD), cos_SBF, sin_SBF), value_SBGD
+        weights = self.q_layernorm.weight, self.k_layernorm.weight
+        last = self.groups, 0 if self.sizes.values_are_keys else 1, self.q_layernorm.eps
+        return self.chains.unscaled_heads(mixed_SBQ, cos_SBF, sin_SBF, *weights, *last)
 
     def _window(self, query_SBND: Tensor) -> Window | None:
         """Return the window of this pass, if FlashAttention computes it without a mask."""

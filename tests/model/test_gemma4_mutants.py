@@ -15,7 +15,15 @@ from torch import Tensor
 from megatron_vlm.family.gemma4 import layer_kinds as layers
 from megatron_vlm.family.gemma4 import model as family
 from megatron_vlm.family.gemma4 import tower
-from megatron_vlm.model import decoder_layer, log_probs, normed_mlp, rope, stage_model
+from megatron_vlm.model import (
+    decoder_layer,
+    fused_ops,
+    layer_specs,
+    log_probs,
+    normed_mlp,
+    rope,
+    stage_model,
+)
 from megatron_vlm.model import windowed_attention as attention
 from megatron_vlm.model.log_probs import Products
 from megatron_vlm.model.router import route
@@ -67,11 +75,13 @@ def exchanged_norms(right: Any) -> Any:
     return params
 
 
-def without_post_norm(right: Any) -> Any:
-    def unnormed(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        weight = self.post_norm.weight
-        with mock.patch.object(type(self.post_norm), "forward", lambda _, x: x * weight):
-            return right(self, hidden, *args, **kwargs)
+def without_post_norms(right: Any) -> Any:
+    def add(x: Tensor, weight: Tensor, _eps: float, residual: Tensor) -> Tensor:
+        return residual + x * weight
+
+    def unnormed(options: Any, text: Any) -> Any:
+        chains = replace(options.chains, norm=add)
+        return right(replace(options, chains=chains), text)
 
     return unnormed
 
@@ -220,13 +230,13 @@ def without_expert_scale(right: Any) -> Any:
 
 MUTANTS: dict[str, Mutant] = {
     "norms exchanged": replaced(layers.ScaledLayer, "params", exchanged_norms),
-    "no norm after the MLP": replaced(normed_mlp.PostNormMLP, "forward", without_post_norm),
+    "no norms after attention and MLP": replaced(layer_specs, "norm_and_add", without_post_norms),
     "no cap of logits": text(logit_cap=None),
     "cap without its slope": replaced(log_probs, "factor_gradients", cap_without_slope),
     "embeddings not scaled": text(embed_scale=None),
     "visual features scaled": replaced(stage_model.StageModel, "_see", scaled_visuals),
     "scores scaled": scores(F, "scaled_dot_product_attention"),
-    "first values rotated": replaced(attention, "rotate", rotated_first_values),
+    "first values rotated": replaced(fused_ops, "rotate", rotated_first_values),
     "exponents over the rotated part": replaced(rope.PlainRoPE, "__init__", narrow_exponents),
     "one theta": kinds(lambda sizes: {"rotary": replace(sizes.rotary, theta=10_000.0)}),
     "images causal": mask(lambda right, ids, tokens, window, _: right(ids, tokens, window, False)),

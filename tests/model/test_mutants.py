@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.model import delta_rule, gated_delta_net, head, stage_model, vision
+from megatron_vlm.model import delta_rule, fused_ops, gated_delta_net, head, stage_model, vision
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.experts import SharedExpert
@@ -157,7 +157,8 @@ def gate_before_the_norm(_right: Any) -> Any:
     def gated_norm(self, out, gate):
         gated = out * F.silu(gate.unflatten(-1, out.shape[2:]))
         eps = self.config.layernorm_epsilon
-        return F.rms_norm(gated, gated.shape[-1:], self.norm, eps).flatten(2)
+        normed = F.rms_norm(gated, gated.shape[-1:], self.norm, eps)
+        return normed.flatten(2).transpose(0, 1).contiguous()
 
     return gated_norm
 
@@ -230,7 +231,7 @@ MUTANTS: dict[str, tuple[Mutant, Case, dict[str, Any]]] = {
     "key heads in the wrong order": (of_rule(heads_in_turn), layout(), QWEN3_5),
     "state carried into the next row": (of_rule(state_kept_between_rows), layout(), QWEN3_5),
     "convolution across rows": (
-        replaced(gated_delta_net, "_convolve", convolution_across_rows),
+        replaced(fused_ops, "convolve", convolution_across_rows),
         layout(),
         QWEN3_5,
     ),

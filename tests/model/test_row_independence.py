@@ -16,7 +16,7 @@ import torch
 
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row
-from megatron_vlm.model import gated_delta_net
+from megatron_vlm.model import fused_ops, gated_delta_net
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_mutants import (
     convolution_across_rows,
@@ -144,7 +144,7 @@ def state_of_another_row(right: Any) -> Any:
 MUTANTS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "state carried on": (of_rule(state_kept_between_rows), {"forward", "decode", "backward"}),
     "convolution across rows": (
-        replaced(gated_delta_net, "_convolve", convolution_across_rows),
+        replaced(fused_ops, "convolve", convolution_across_rows),
         {"forward", "decode", "backward"},
     ),
     "another row's state": (

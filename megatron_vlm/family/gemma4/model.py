@@ -34,7 +34,7 @@ from megatron_vlm.family.spec import (
     PlaceholderRun,
     TextSizes,
     Tokens,
-    TowerHeads,
+    TowerChains,
     VisionSizes,
     tower_tensors,
 )
@@ -177,10 +177,10 @@ def _plain_positions(length: int, _: Sequence[PlaceholderRun]) -> Tensor:
 
 
 def build_tower(
-    config: PretrainedConfig, device: torch.device, recompute: bool, _: TowerHeads
+    config: PretrainedConfig, device: torch.device, recompute: bool, chains: TowerChains
 ) -> nn.Module:
     """Build the tower with unset weights, which loading fills."""
-    return empty_tower(config, device, recompute)
+    return empty_tower(config, device, recompute, chains)
 
 
 # Prompts for vLLM have one placeholder for each picture and video, without the marks around it,

@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder, Gemma4VisionModel
 
 from megatron_vlm.family.flash_attention import TORCH
-from megatron_vlm.family.spec import TowerInputs
+from megatron_vlm.family.spec import TowerChains, TowerInputs
 from megatron_vlm.family.tower_attention import attend_in_frames
 
 
@@ -28,13 +28,11 @@ class Gemma4Tower(nn.Module):
     """The tower and the projector of transformers, with their parameters and names. It reads
     patches between -1 and 1."""
 
-    def __init__(self, vision_tower: Any, embed_vision: nn.Module, recompute: bool = False):
+    def __init__(self, vision_tower: Any, embed_vision: nn.Module, recompute: bool):
         super().__init__()
         self.vision_tower, self.embed_vision = vision_tower, embed_vision
         self.recompute = recompute
         self.merge: int = vision_tower.config.pooling_kernel_size
-        for layer in vision_tower.encoder.layers:
-            layer.self_attn = _PackedAttention(layer.self_attn)
         if vision_tower.config.standardize:  # parameters are loaded and exported, buffers are not
             for name in ("std_bias", "std_scale"):
                 value = getattr(vision_tower, name)
@@ -73,16 +71,37 @@ class Gemma4Tower(nn.Module):
         return SimpleNamespace(pooler_output=self.embed_vision(pooled_VH.to(dtype)))
 
 
+class _Block(nn.Module):
+    """A block in the place of transformers', with its parameters and their names."""
+
+    mlp: Any
+
+    def __init__(self, given: Any, chains: Any):
+        super().__init__()
+        for name, part in given.named_children():
+            self.add_module(name, part)
+        self.self_attn, self.chains = _PackedAttention(given.self_attn, chains), chains
+
+    def forward(self, hidden_1PH: Tensor, **images: Any) -> Any:
+        def norm(x_1PH: Tensor, given: Any, *residual: Tensor) -> Any:
+            return self.chains.upcast_norm(x_1PH, given.weight, given.eps, *residual)
+
+        mixed_1PH = self.self_attn(norm(hidden_1PH, self.input_layernorm), **images)
+        hidden_1PH = norm(mixed_1PH, self.post_attention_layernorm, hidden_1PH)
+        out_1PH = self.mlp(norm(hidden_1PH, self.pre_feedforward_layernorm))
+        return norm(out_1PH, self.post_feedforward_layernorm, hidden_1PH)
+
+
 class _PackedAttention(nn.Module):
     """Attention within each image, in the place of transformers' module."""
 
     kernel = TORCH  # `set_kernel` sets it
 
-    def __init__(self, given: Any):
+    def __init__(self, given: Any, chains: Any):
         super().__init__()
+        self.chains = chains
         self.q_proj, self.k_proj, self.v_proj = given.q_proj, given.k_proj, given.v_proj
         self.o_proj, self.q_norm, self.k_norm = given.o_proj, given.q_norm, given.k_norm
-        self.v_norm, self.head_dim = given.v_norm, given.head_dim
 
     def forward(
         self,
@@ -90,39 +109,30 @@ class _PackedAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         lengths: Sequence[int],
         starts: Tensor,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> Any:
         hidden_PH = hidden_states[0]
-        cos_P1D, sin_P1D = (each[0][:, None] for each in position_embeddings)
-        query_PND, key_PND, value_PND = (
-            norm(proj(hidden_PH).unflatten(-1, (-1, self.head_dim)))
-            for proj, norm in (
-                (self.q_proj, self.q_norm),
-                (self.k_proj, self.k_norm),
-                (self.v_proj, self.v_norm),
-            )
-        )
-        query_PND, key_PND = (_rotate_axes(x, cos_P1D, sin_P1D) for x in (query_PND, key_PND))
-        parts_PND = query_PND, key_PND, value_PND
-        out_PND = attend_in_frames(*parts_PND, lengths, starts, scale=1.0, kernel=self.kernel)
-        return self.o_proj(out_PND.flatten(1))[None], None
-
-
-def _rotate_axes(x_PND: Tensor, cos_P1D: Tensor, sin_P1D: Tensor) -> Tensor:
-    """Rotate the first half of a head by x and the second by y, each half by its own halves."""
-    first, second, third, fourth = x_PND.chunk(4, dim=-1)
-    turned_PND = torch.cat([-second, first, -fourth, third], dim=-1)
-    return x_PND * cos_P1D + turned_PND * sin_P1D
+        projected = (proj(hidden_PH) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        turns, eps = (each[0] for each in position_embeddings), self.q_norm.eps
+        weights = self.q_norm.weight, self.k_norm.weight
+        query, key, value = self.chains.axial_heads(*projected, *turns, *weights, eps)
+        images = lengths, starts
+        out_PND = attend_in_frames(query, key, value, *images, scale=1.0, kernel=self.kernel)
+        return self.o_proj(out_PND.flatten(1))[None]
 
 
 def empty_tower(
-    config: PretrainedConfig, device: torch.device, recompute: bool = False
+    config: PretrainedConfig,
+    device: torch.device,
+    recompute: bool = False,
+    chains: TowerChains | None = None,
 ) -> Gemma4Tower:
-    """Return the tower with unset weights."""
+    """Return the tower with unset weights. Without chains it only has names and shapes."""
     config.vision_config._attn_implementation = "sdpa"  # overrides the choice in config.json
     with no_init_weights(), device:
         tower = Gemma4VisionModel(config.vision_config)
         projector = Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
+        blocks = (_Block(layer, chains) for layer in tower.encoder.layers)
+        tower.encoder.layers = nn.ModuleList(blocks)
         return Gemma4Tower(tower, projector, recompute)
 
 

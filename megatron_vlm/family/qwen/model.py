@@ -35,7 +35,7 @@ from megatron_vlm.family.spec import (
     PlaceholderRun,
     TextSizes,
     Tokens,
-    TowerHeads,
+    TowerChains,
     TowerInputs,
     VisionSizes,
     tower_tensors,
@@ -173,13 +173,13 @@ def build_tower(
     config: PretrainedConfig,
     device: torch.device,
     recompute: bool,
-    heads: TowerHeads,
+    chains: TowerChains,
 ) -> nn.Module:
     """Build Hugging Face's tower with unset weights, which loading fills."""
     tower = _empty_tower(config, make_tower, device)
     tower.patch_embed = LinearPatchEmbed(tower.patch_embed.proj)
     for block in tower.blocks:
-        block.attn = PackedAttention(block.attn, heads)
+        block.attn = PackedAttention(block.attn, chains.tower_heads)
     if recompute:
         # The checkpoint is not reentrant: a reentrant one detaches everything that is not returned
         # as a bare tensor, and the DeepStack mergers would silently stop learning. transformers'
