@@ -57,7 +57,11 @@ def kinds(change: Callable[[Any], dict[str, Any]]) -> Mutant:
 
 
 def mask(wrong: Callable[..., Tensor]) -> Mutant:
-    return replaced(attention, "window_mask", lambda right: lambda *given: wrong(right, *given))
+    def changed(right: Any) -> Any:
+        # In training, nothing comes before these tokens.
+        return lambda *given: wrong(right, *given[:4])
+
+    return replaced(attention, "window_mask", changed)
 
 
 def exchanged_norms(right: Any) -> Any:
