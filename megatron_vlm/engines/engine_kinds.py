@@ -69,6 +69,7 @@ class EngineKind:
     max_lora_rank: int | None = None
     min_temperature: float = 0.0  # lowest temperature above 0
     has_schemas: bool = False  # whether answers may be held to a JSON schema
+    has_penalties: bool = False  # whether it takes min_p, penalties, logit_bias and min_tokens
     has_routing: bool = False  # whether completions may have the experts of their tokens
     on_ranks: bool = False  # whether it is the ranks, with the weights that they have
 
@@ -80,7 +81,9 @@ async def _start_own(settings: EngineSettings) -> "Engine":
     return OwnEngine(settings.draw)
 
 
-OWN_DECODER = EngineKind(_start_own, lambda python, key: "the trainer's own decoder", on_ranks=True)
+OWN_DECODER = EngineKind(
+    _start_own, lambda python, key: "the trainer's own decoder", has_penalties=True, on_ranks=True
+)
 
 
 def engine_kind(name: str, key: str = "engine.name") -> EngineKind:

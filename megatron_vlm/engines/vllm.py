@@ -72,5 +72,6 @@ VLLM = EngineKind(
     max_lora_rank=512,
     min_temperature=0.01,  # vLLM raises lower ones to this
     has_schemas=True,
+    has_penalties=True,
     has_routing=True,
 )

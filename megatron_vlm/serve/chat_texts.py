@@ -5,6 +5,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -84,7 +85,8 @@ class TokenizerTexts:
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
     ) -> ChatPrompt:
-        """Render messages, up to the beginning of the answer."""
+        """Render messages, up to the beginning of the answer, or to the end of one that is the last
+        message."""
         if not self.renderer.template.shows_reasoning:
             # Clients send the thoughts of earlier answers back.
             messages = [
@@ -94,8 +96,12 @@ class TokenizerTexts:
         raw = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
         chat = self.reader.parse(raw, _WHERE)
         assert isinstance(chat, Conversation)
+        last = chat.turns[-1]
+        chat = replace(chat, is_continued=last.role == "assistant")
         sample = self.reader.encode_chat(chat, prompt=True)
-        opening = self.renderer.for_chat(chat).template.opening_after(chat.turns[-1].role)
+        opening = self.renderer.for_chat(chat).template.opening_after(last.role)
+        if chat.is_continued:
+            opening = "".join(part for part in last.parts if isinstance(part, str))
         return ChatPrompt(
             self._chunks(sample, chat.media(Image)),
             sample.ids_S.tolist(),

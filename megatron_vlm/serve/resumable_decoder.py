@@ -118,7 +118,9 @@ class ResumableDecoder:
                 settings, seed = request.settings, request.seed
                 joining.append(decoder.prompt(request.number, row, settings, request.n, seed))
             except MegatronVLMError as error:
-                progress.append(SampleProgress(request.number, 0, 0, refused=str(error)))
+                # Its number means nothing to the client.
+                text = str(error).replace(f"prompt {request.number}:", "the prompt:", 1)
+                progress.append(SampleProgress(request.number, 0, 0, refused=text))
         decoder.leave(leave)
         decoder.join(joining)
         inside = list(decoder.prompts.values())

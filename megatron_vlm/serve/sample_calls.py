@@ -123,7 +123,10 @@ def read_ask(
         tuple(sorted(texts)),
         tempered=True,
         json_schema=form.json_schema,
+        **form.penalties.settings,
     )
+    biased = np.array([*form.penalties.logit_bias])
+    check_ids(biased, reader.tokens, "the request", "logit_bias")
     # The service may have accepted the request before a restart with another vocabulary.
     schemas.check_top_k(form, reader.tokens.vocab)
     if form.prompt_logprobs_last_n is not None and not form.prompt_logprobs:

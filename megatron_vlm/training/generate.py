@@ -93,7 +93,8 @@ class Decoder:
             )
         placed = place_row(without_targets(row), self.stage.sizes.tokens, f"prompt {number}")
         position = int(placed.tokens_S5[:, 2:].max()) + 1
-        draws = [ActiveSample(number, settings, seed + k, position) for k in range(n)]
+        ids = to_device(row.ids_S.long(), self.stage.device)
+        draws = [ActiveSample(number, settings, seed + k, position, ids) for k in range(n)]
         if self.texts is not None and settings.stop_strings:
             for draw in draws:
                 draw.searches = self.texts.searches(settings.stop_strings)
@@ -207,7 +208,7 @@ class Decoder:
         if not one.draws:  # a filler, or a part of a prompt before its last
             return torch.empty(0, 2, dtype=torch.double, device=stage.device)
         logits_BV = whole_logits(logits_Bv, stage.sizes.text.vocab, stage.grid.tp)
-        alike: dict[tuple[float, int, float, bool], list[int]] = {}
+        alike: dict[tuple[float, ...], list[int]] = {}
         for place, draw in enumerate(one.draws):
             alike.setdefault(draw.settings.picking, []).append(place)
         picked_N2 = torch.empty(len(one.draws), 2, dtype=torch.double, device=stage.device)
@@ -215,7 +216,10 @@ class Decoder:
             draws = [one.draws[place] for place in places]
             rows = to_device(torch.tensor([one.rows[place] for place in places]), stage.device)
             turns = [draw.turn for draw in draws]
-            picked = pick(logits_BV[rows], draws[0].settings, self.never_N, turns)
+            own_BV, penalised_BV = logits_BV[rows], None
+            if any(draw.settings.needs_penalties for draw in draws):
+                penalised_BV = torch.stack(list(map(ActiveSample.penalised, draws, own_BV)))
+            picked = pick(own_BV, draws[0].settings, self.never_N, turns, penalised_BV)
             picked_N2[to_device(torch.tensor(places), stage.device)] = picked
         return picked_N2
 

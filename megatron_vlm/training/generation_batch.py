@@ -9,7 +9,7 @@ Shapes: B rows, V the vocabulary, v this rank's part of it with its padding, N i
 TP, 2 an id and its log-prob."""
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from megatron_vlm.data.tokens.completions import (
     TextOf,
 )
 from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import GroupAxis
 from megatron_vlm.model.kv_cache import KVCache
 
@@ -83,16 +84,22 @@ def whole_logits(logits_Bv: Tensor, vocab: int, tp: GroupAxis) -> Tensor:
 
 
 def pick(
-    logits_BV: Tensor, settings: SamplingSettings, never_N: Tensor, turns: Sequence[tuple[int, int]]
+    logits_BV: Tensor,
+    settings: SamplingSettings,
+    never_N: Tensor,
+    turns: Sequence[tuple[int, int]],
+    penalised_BV: Tensor | None = None,
 ) -> Tensor:
     """Pick an id for each row, none of `never_N`. Return it with its log-prob before any cut-off,
     [B, 2] in float64, which holds both exactly. The log-prob is at temperature 1, or with
     settings.tempered at that of the settings. `turns` are the seed of each row and the number of
-    its token."""
-    scores_BV = logits_BV.index_fill(1, never_N, -torch.inf)
+    its token. `penalised_BV` replaces the logits in the choice, and not in the log-prob."""
+    scores_BV = logits_BV if penalised_BV is None else penalised_BV
+    scores_BV = scores_BV.index_fill(1, never_N, -torch.inf)
     ids_B = scores_BV.argmax(dim=-1)  # the lowest id among equal logits
     if settings.temperature > 0:
-        scores_BV = likeliest(scores_BV / settings.temperature, settings.top_k, settings.top_p)
+        cuts = settings.top_k, settings.top_p, settings.min_p
+        scores_BV = likeliest(scores_BV / settings.temperature, *cuts)
         ids_B = (scores_BV + gumbel(turns, logits_BV)).argmax(dim=-1)
     if settings.tempered and settings.temperature > 0:
         logits_BV = logits_BV / settings.temperature
@@ -100,11 +107,16 @@ def pick(
     return torch.stack([ids_B.double(), log_probs_B.double()], dim=-1)
 
 
-def likeliest(scores_BV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Set the scores that do not take part to -inf, as vLLM and transformers do. The `top_k`
-    highest scores remain, with all that are equal to the last of them. Among these, the fewest
-    remain whose probabilities add up to `top_p`; among equal scores, those with the higher ids
-    remain. At least one score remains."""
+def likeliest(scores_BV: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
+    """Set the scores that do not take part to -inf, as vLLM and transformers do. Those whose
+    probability is less than `min_p` times the highest leave first. The `top_k` highest scores
+    remain, with all that are equal to the last of them. Among these, the fewest remain whose
+    probabilities add up to `top_p`; among equal scores, those with the higher ids remain. At least
+    one score remains."""
+    if min_p > 0:
+        shares_BV = scores_BV.softmax(dim=-1)
+        out_BV = shares_BV < min_p * shares_BV.amax(-1, keepdim=True)
+        scores_BV = scores_BV.masked_fill(out_BV, -torch.inf)
     if 0 < top_k < scores_BV.shape[1]:
         lowest_B1 = scores_BV.topk(top_k, dim=-1).values[:, -1:]
         scores_BV = scores_BV.masked_fill(scores_BV < lowest_B1, -torch.inf)
@@ -137,6 +149,7 @@ class ActiveSample:
     settings: SamplingSettings
     seed: int
     position: int  # next position: text continues after the highest position on any axis
+    prompt_ids: Tensor  # tokens of its prompt
     searches: list[StopSearch] = field(default_factory=list)  # for its stop strings
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -147,6 +160,29 @@ class ActiveSample:
     def turn(self) -> tuple[int, int]:
         """Seed and token number, which decide the noise of the next token."""
         return self.seed, len(self.ids)
+
+    def penalised(self, logits_V: Tensor) -> Tensor:
+        """Return what the next token is chosen by, in vLLM's order: the bias of ids, `min_tokens`,
+        and the penalties of tokens that the prompt and the answer have."""
+        if not (settings := self.settings).needs_penalties:
+            return logits_V
+        scores_V = logits_V.clone()
+
+        def ids_of(values: Collection[int]) -> Tensor:
+            return to_device(torch.tensor([*values], dtype=torch.long), logits_V.device)
+
+        if bias := dict(settings.logit_bias):
+            scores_V[ids_of(bias)] += to_device(torch.tensor([*bias.values()]), logits_V.device)
+        if len(self.ids) < settings.min_tokens:
+            scores_V[ids_of(settings.stop_ids)] = -torch.inf
+        times, factor = Counter(self.ids), settings.repetition_penalty
+        drawn, seen_V = ids_of(times), torch.zeros_like(scores_V, dtype=torch.bool)
+        seen_V[self.prompt_ids] = seen_V[drawn] = True
+        repeated_V = torch.where(scores_V > 0, scores_V / factor, scores_V * factor)
+        scores_V = torch.where(seen_V, repeated_V, scores_V)
+        scores_V[drawn] -= settings.frequency_penalty * ids_of(times.values())
+        scores_V[drawn] -= settings.presence_penalty
+        return scores_V
 
     def end(self) -> Ended | None:
         """Return how the answer ends with its newest token, or None if it continues."""

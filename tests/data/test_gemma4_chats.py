@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from megatron_vlm.data.tokens.tokenizer import add_special_tokens, read_tokenize
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.rl.turn_tokens import TurnEncoder
-from tests.support.chats import FAMILY_CHATS, call, image, say, text, think, video
+from tests.support.chats import FAMILY_CHATS, call, check_continued, image, say, text, think, video
 from tests.support.engine import ENVIRONMENT
 from tests.support.error_fields import raises
 from tests.support.gemma4_chats import gemma_ids, gemma_text
@@ -87,6 +88,7 @@ def shown(ours, sample):
 
 def check_tokens(ours, path, chat, **variables):
     """A row is transformers' chat, with what opens its last answer; a prompt is transformers'."""
+    check_continued(ours, chat, partial(gemma_ids, path, chat, **variables))
     asked = ours.encode(chat, "x:1", prompt=True).ids_S.tolist()
     assert asked == gemma_ids(path, chat, add_generation_prompt=True, **variables)
     row, whole = ours.encode(chat, "x:1").ids_S.tolist(), gemma_ids(path, chat, **variables)

@@ -4,6 +4,7 @@ already has of an answer is not trained, and what a template refuses is an error
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,15 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.rl.turn_tokens import TurnEncoder
 from megatron_vlm.run.evaluation.held_out_sets import question_of
 from tests.data.test_chat_template import trained_text
-from tests.support.chats import FAMILY_CHATS, hf_encode, hf_processor, image, say, think
+from tests.support.chats import (
+    FAMILY_CHATS,
+    check_continued,
+    hf_encode,
+    hf_processor,
+    image,
+    say,
+    think,
+)
 from tests.support.error_fields import raises
 from tests.support.sets import open_set
 
@@ -92,6 +101,7 @@ def test_ids_equal_transformers(name, variables, folder, reader):
             grids = expected.get("image_grid_thw", torch.zeros(0, 3))
             assert [list(grid) for grid in sample.image_grids] == grids.tolist(), title
             assert sample.trained_S.any() != prompt
+        check_continued(ours, chat, partial(hf_encode, processor, chat, **variables))
 
 
 ASK, PLAIN = [say("user", "a")], {"messages": [say("user", "a"), say("assistant", "b")]}

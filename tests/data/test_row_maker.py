@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from dataclasses import fields
+from functools import partial
 
 import PIL.Image
 import pytest
@@ -14,7 +15,17 @@ import torch
 from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
-from tests.support.chats import CHATS, data_uri, hf_encode, hf_processor, image, picture, say, text
+from tests.support.chats import (
+    CHATS,
+    check_continued,
+    data_uri,
+    hf_encode,
+    hf_processor,
+    image,
+    picture,
+    say,
+    text,
+)
 from tests.support.error_fields import raises
 from tests.support.sets import open_set, write_set
 
@@ -49,6 +60,7 @@ def test_rows_are_those_of_the_data_path(tiny, tmp_path):
 @pytest.mark.parametrize("name", CHATS)
 def test_a_prompt_ends_where_the_answer_begins(name, maker, tiny):
     processor = hf_processor(tiny())
+    check_continued(maker.reader, CHATS[name], partial(hf_encode, processor, CHATS[name]))
     row = maker.row(CHATS[name], prompt=True)
     opened = hf_encode(processor, CHATS[name], add_generation_prompt=True)
     assert torch.equal(row.ids_S, opened["input_ids"][0])

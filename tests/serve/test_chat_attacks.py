@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,9 +28,19 @@ from megatron_vlm.config.schema import Config, ModelConfig
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.serve.chat_texts import TokenizerTexts
 from megatron_vlm.serve.http.api_keys import add_key
-from megatron_vlm.serve.http.chat_samples import ChatPrompt, ChatPrompts
-from megatron_vlm.serve.http.request_bodies import HttpError
+from megatron_vlm.serve.http.app import make_app
+from megatron_vlm.serve.http.chat_samples import (
+    ChatPrompt,
+    ChatPrompts,
+    ChatSamples,
+    SamplingFields,
+)
+from megatron_vlm.serve.http.request_bodies import HttpError, RequestLimits
+from megatron_vlm.serve.protocol.payloads import RequestError
 from tests.serve.test_chat_routes import answer, shown, under_way
+from tests.support.batches import token_ids
+from tests.support.error_fields import raises
+from tests.support.fake_calls import FACTS, opened
 from tests.support.pool import free_port
 from tests.support.ports import descendants
 from tests.support.process_tree import ProcessTree
@@ -177,6 +188,14 @@ ATTACKS: dict[str, tuple[str, dict[str, Any] | str, int, str]] = {
     "NaN": (CHAT, '{"model": "a", "messages": [], "temperature": NaN}', 400, "NaN"),
     "half": (CHAT, f'{{"messages": [], "chat_template_kwargs": {{{HALF}: 1}}}}', 400, "not JSON"),
     "half continued": (TEXT, f'{{"model": "a", "prompt": {HALF}}}', 400, "not JSON"),
+    "no such method": ("/v1/models", {}, 405, "not supported"),
+    "long field": (CHAT, {"x" * 5000: 1}, 400, "is not a field"),
+    "biases": (CHAT, {"logit_bias": {f"{i}": 1 for i in range(2000)}}, 400, "logit_bias"),
+    "great penalty": (CHAT, {"repetition_penalty": 1e300, "min_p": 0.5, "top_p": 0.5}, 200, ""),
+    "small penalty": (CHAT, {"repetition_penalty": 1e-300, "min_p": 0.5, "top_p": 0.5}, 200, ""),
+    "placeholder": (TEXT, {"prompt": [token_ids().image]}, 400, "the prompt: "),
+    "line break": ("/v1/models/a%0Ab", {}, 404, "not supported"),
+    "batches": ("/v1/messages/batches", {}, 404, "not supported"),
     "items": (RESPONSES, {"input": ASKED * 10_000}, 400, "has more tokens"),
     "calls": (RESPONSES, {"input": [LOOKED] * 10_000 + ASKED}, 400, "has more tokens"),
     "thoughts": (RESPONSES, {"input": [THOUGHT] * 10_000 + [LOOKED, *ASKED]}, 200, ""),
@@ -201,7 +220,6 @@ ATTACKS: dict[str, tuple[str, dict[str, Any] | str, int, str]] = {
     "no such response": ("/v1/responses/a/cancel", {}, 404, "send the items"),
     "no such vectors": ("/v1/embeddings", {}, 404, "--runner pooling"),
     "no such path": ("/v1/rerank", {}, 404, "not supported"),
-    "no such method": ("/v1/models", {}, 404, "not supported"),
     "no such batch": ("/anthropic/api/v1/messages/batches", {}, 404, "not supported"),
     "model": (CHAT, {"model": "tinker://../../etc/passwd"}, 404, "model"),
 }
@@ -233,6 +251,20 @@ def test_an_attack_is_answered_in_the_form_of_the_api(ann, path: str, name: str)
     assert error["type"] == kind
     if name in ("messages", "text", "text continued", "one of many"):
         assert error["code"] == "context_length_exceeded"
+
+
+def test_errors_outside_of_the_forms_are_in_the_form_of_the_api(ann) -> None:
+    packed = {"Content-Encoding": "zstd"}
+    for reply, status in (
+        (ann.get("/v1/models/a%0Ab"), 404),
+        (ann.get("/v1/models/" + "x" * 5000), 404),
+        (ann.post(CHAT, content=b"no zstd", headers=packed), 400),
+        (ann.post(MESSAGES, content=b"no zstd", headers=packed), 400),
+    ):
+        error = reply.json()["error"]
+        assert reply.status_code == status and {"message", "type"} <= error.keys(), reply.text
+        assert len(error["message"]) < 500
+    assert ann.head("/").status_code == 200
 
 
 QUESTION: dict[str, Any] = dict(temperature=1, seed=3, max_tokens=12)
@@ -473,6 +505,16 @@ def test_a_key_with_many_prompts_keeps_others_waiting_for_one() -> None:
 
     made = asyncio.run(ask())
     assert made.index("bob") <= 1 and len(made) == 6
+
+
+def test_an_engine_without_penalties_refuses_them_by_name(tmp_path: Path) -> None:
+    facts = replace(FACTS, has_penalties=False)
+    with opened(tmp_path) as journal:
+        app = make_app(journal, RequestLimits(), None, facts)
+        chats = ChatSamples(app.state.context, None, 100)  # type: ignore[arg-type]
+        fields = SamplingFields(max_tokens=2, penalties={"min_p": 0.1})
+        with raises(RequestError, key="min_p", found=0.1):
+            asyncio.run(chats.begin("ann", "tiny", [], 3, fields))
 
 
 def test_a_growing_text_is_that_of_all_tokens(path: str) -> None:

@@ -17,12 +17,22 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from megatron_vlm.family.qwen.chat import CHAT
 from megatron_vlm.serve.http.api_keys import add_key
+from megatron_vlm.serve.http.chat_forms import (
+    AnthropicForm,
+    ApiForm,
+    ChatForm,
+    CompletionForm,
+    check_request_fields,
+)
 from megatron_vlm.serve.protocol.chat_messages import AnswerStream, cut_at_stop, read_answer
+from megatron_vlm.serve.protocol.payloads import RequestError
 from tests.support.batches import token_ids
 from tests.support.chats import hf_encode, hf_processor
+from tests.support.error_fields import raises
 from tests.support.pool import free_port
 from tests.support.process_tree import ProcessTree
 from tests.support.reference import load_reference
@@ -70,7 +80,12 @@ CHATS: dict[str, list[dict[str, Any]]] = {
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "a", "content": [text("seen: "), shown(50, 50, 5)]},
     ],
+    "an answer that continues": [
+        {"role": "user", "content": [text("What is "), shown(70, 45, 1)]},
+        {"role": "assistant", "content": "It is "},
+    ],
 }
+OPEN = {"continue_final_message": True, "add_generation_prompt": False}
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +154,14 @@ def test_prompts_and_log_probs_are_those_of_transformers(ann, path: str, name: s
     tools = TOOLS if "tool" in name else None
     fields = dict(temperature=0, max_tokens=12, logprobs=True, return_token_ids=True)
     fields |= {"tools": tools} if tools else {}
+    is_open = "continues" in name
+    fields |= OPEN if is_open else {}
     reply = answer(ann, path, CHATS[name], **fields)
     record = {"messages": for_transformers(CHATS[name]), "tools": tools}
     processor = hf_processor(path)
-    inputs = hf_encode(processor, record, add_generation_prompt=True)
+    inputs = hf_encode(
+        processor, record, add_generation_prompt=not is_open, continue_final_message=is_open
+    )
     prompt = inputs["input_ids"][0].tolist()
     assert reply["prompt_token_ids"] == prompt
     [choice] = reply["choices"]
@@ -348,6 +367,80 @@ def test_layouts_answer_alike(
         test_a_stream_gives_the_same_answers_in_pieces(client, path)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_completions_are_streamed_in_pieces(ann, path: str, echo: bool) -> None:
+    """Thoughts and calls of a chat are text here."""
+    prompts = ["<think>\nWhat", [5, 6, 7]]
+    body = dict(model=path, prompt=prompts, max_tokens=60, n=2, seed=7, stop="zq", echo=echo)
+    whole = ann.post("/v1/completions", json=body).json()
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    reply = ann.post("/v1/completions", json=body | more)
+    assert reply.text.endswith("data: [DONE]\n\n")
+    events, texts, pieces, reasons = events_of(reply), [""] * 4, [0] * 4, {}
+    for choice in itertools.chain(*(each["choices"] for each in events)):
+        texts[choice["index"]] += choice["text"]
+        pieces[choice["index"]] += bool(choice["text"])
+        reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == [choice["text"] for choice in whole["choices"]]
+    assert max(pieces) > 1 + echo
+    assert list(reasons.values()) == [choice["finish_reason"] for choice in whole["choices"]]
+    assert events[-1]["usage"] == whole["usage"]
+
+
+def test_a_bias_and_a_least_length_decide_and_log_probs_stay_the_models(ann, path: str) -> None:
+    end = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids("<|im_end|>")
+    fields = dict(temperature=0, max_tokens=6, logprobs=True, return_token_ids=True)
+    fields |= {"logit_bias": {str(end): 90, "300": 60}, "min_tokens": 3}
+    [choice] = answer(ann, path, CHATS["text"], **fields)["choices"]
+    assert choice["token_ids"] == [300, 300, 300, end] and choice["finish_reason"] == "stop"
+    assert max(each["logprob"] for each in choice["logprobs"]["content"]) < -2
+    more = {"presence_penalty": 2, "frequency_penalty": 2, "logit_bias": {"300": 3}}
+    [choice] = answer(ann, path, CHATS["text"], **fields | more)["choices"]
+    assert choice["token_ids"][0] == 300 and choice["token_ids"][1] != 300
+
+
+def test_the_likeliest_of_several_completions_is_returned(ann, path: str) -> None:
+    body = dict(model=path, prompt=[5, 6, 7], max_tokens=5, seed=3, logprobs=0)
+    drawn = ann.post("/v1/completions", json=body | {"n": 4}).json()["choices"]
+    best = ann.post("/v1/completions", json=body | {"n": 2, "best_of": 4}).json()
+    values = [each["logprobs"]["token_logprobs"] for each in drawn]
+    order = sorted(range(4), key=lambda place: -sum(values[place]) / len(values[place]))
+    assert [each["text"] for each in best["choices"]] == [drawn[n]["text"] for n in order[:2]]
+    assert best["usage"]["completion_tokens"] == sum(map(len, values))
+
+
+def test_anthropics_blocks_have_the_tokens_of_openais(ann, path: str) -> None:
+    """With the fields that Claude Code 2.1.197 sends."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    source = {"type": "text", "media_type": "text/plain", "data": "Red is red."}
+    document = {"type": "document", "source": source, "title": "Colours", **mark}
+    messages = [
+        {"role": "user", "content": [document, text("What?") | mark]},
+        {"role": "system", "content": "Tools: none."},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, text("It")]},
+    ]
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    body = {
+        **{"model": path, "max_tokens": 3, "messages": messages, "system": [text("S.") | mark]},
+        **{"thinking": {"type": "adaptive"}, "context_management": {"edits": edits}},
+        **{"output_config": {"effort": "high"}, "metadata": {"user_id": "a"}, "stream": False},
+    }
+    same = [
+        {"role": "system", "content": [text("S.")]},
+        {"role": "user", "content": [text("Colours\nRed is red."), text("What?")]},
+        {"role": "user", "content": "Tools: none."},
+        {"role": "assistant", "content": [text("It")]},
+    ]
+    prompt = answer(ann, path, same, max_tokens=1, return_token_ids=True)["prompt_token_ids"]
+    counted = ann.post("/v1/messages/count_tokens?beta=true", json=body).json()
+    assert counted == {"input_tokens": len(prompt)}
+    reply = ann.post("/v1/messages?beta=true", json=body)
+    assert reply.status_code == 200 and reply.json()["usage"]["input_tokens"] == len(prompt)
+    for wrong in ({"output_config": {"format": {}}}, {"context_management": {"edits": [{}]}}):
+        refused = ann.post("/v1/messages", json=body | wrong)
+        assert refused.status_code == 400 and next(iter(wrong)) in refused.text
+
+
 def test_completions_score_their_prompts(ann, path: str) -> None:
     prompt = [5, 6, 7, 300, 8]
     body = dict(model=path, prompt=[prompt, [9, 9]], max_tokens=1, echo=True, logprobs=1)
@@ -397,11 +490,17 @@ def test_a_snapshot_answers_while_its_model_trains(
         listed = {each["id"] for each in ann.get("/v1/models").json()["data"]}
         assert {path, saved} <= listed
         assert ann.get(f"/v1/models/{saved}").json()["id"] == saved
+        [plain] = [each for each in listed if each.endswith(".one") and not set("/:") & set(each)]
+        assert ann.get(f"/v1/models/{plain}").json()["id"] == plain
+        assert answer(ann, plain, CHATS["text"], **ask)["choices"] == before
         other = {"Authorization": "", "X-API-Key": keys[1]["bob"]}
-        body = {"model": saved, "messages": CHATS["text"]}
-        refused = ann.post("/v1/chat/completions", json=body, headers=other)
-        assert refused.status_code == 404
-        assert refused.json()["error"]["code"] == "model_not_found"
+        for name in (saved, plain):
+            body = {"model": name, "messages": CHATS["text"]}
+            refused = ann.post("/v1/chat/completions", json=body, headers=other)
+            assert refused.status_code == 404
+            assert refused.json()["error"]["code"] == "model_not_found"
+            counted = ann.post("/v1/messages/count_tokens", json=body, headers=other)
+            assert counted.json()["error"]["type"] == "not_found_error"
 
 
 def said(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -412,7 +511,20 @@ BROKEN = base64.b64encode(b"no picture").decode()
 REFUSALS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "no messages": ({"messages": []}, "messages", "a list of one message or more"),
     "role": ({"messages": [{"role": "narrator", "content": "a"}]}, "messages[0].role", "narrator"),
-    "answer": ({"messages": [{"role": "assistant", "content": "a"}]}, "messages[0]", "an answer"),
+    "answer": (
+        {"messages": [{"role": "assistant", "content": "a"}], "add_generation_prompt": True},
+        "add_generation_prompt",
+        "give false",
+    ),
+    "no answer": ({"continue_final_message": True}, "continue_final_message", "give false"),
+    "calls": (
+        {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+        "messages[0].tool_calls",
+        "add the results",
+    ),
+    "near": ({"temprature": 1}, "temprature", "write temperature"),
+    "neutral": ({"echo": True}, "echo", "give false, or leave it out"),
+    "never neutral": ({"guided_json": "a"}, "guided_json", "guided_json=a is not supported; leave"),
     "address": (
         {"messages": [said({"type": "image_url", "image_url": "http://a"})]},
         "messages[0].content[0].image_url",
@@ -438,7 +550,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "messages[0].content[0].type",
         "video_url",
     ),
-    "bias": ({"logit_bias": {"5": 1}}, "logit_bias", "is not supported"),
+    "bias": ({"logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),
+    "no id": ({"logit_bias": {"5000": 1}}, None, "logit_bias[0]=5000 is not one of"),
+    "length": ({"min_tokens": 9, "max_tokens": 8}, None, "min_tokens=9"),
+    "length and stop": ({"min_tokens": 1, "stop": "a"}, None, "0 with stop strings"),
     "format": ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     "choice": ({"tool_choice": "required"}, "tool_choice", "cannot be enforced"),
     "tops": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
@@ -459,6 +574,44 @@ def test_a_mistake_is_named(ann, path: str, name: str) -> None:
     if param is not None:
         assert error["param"] == param
     assert ("context_length" in (error["code"] or "")) == (name == "room")
+
+
+# The fields that the SDKs of OpenAI (3.57) and Anthropic (2.14, with its beta) have.
+FIELDS: dict[type[ApiForm], tuple[str, str, str]] = {
+    ChatForm: (
+        "frequency_penalty logit_bias logprobs max_completion_tokens max_tokens messages model n "
+        "presence_penalty reasoning_effort response_format seed stop stream stream_options "
+        "temperature tool_choice tools top_logprobs top_p",
+        "metadata prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
+        "service_tier store user verbosity",
+        "audio function_call functions modalities moderation parallel_tool_calls prediction "
+        "web_search_options",
+    ),
+    CompletionForm: (
+        "best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty "
+        "prompt seed stop stream stream_options temperature top_p",
+        "user",
+        "suffix",
+    ),
+    AnthropicForm: (
+        "max_tokens messages model output_config stop_sequences stream system temperature thinking "
+        "tool_choice tools top_k top_p",
+        "betas billing_policy cache_control diagnostics inference_geo metadata service_tier speed "
+        "user_profile_id workspace_id",
+        "compaction container context_management fallback_credit_token fallbacks mcp_servers "
+        "thread",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FIELDS)
+def test_a_field_is_carried_out_or_ignored_by_a_list_or_refused(form: type[ApiForm]) -> None:
+    carried_out, ignored, refused = map(str.split, FIELDS[form])
+    assert form.model_fields.keys() >= {*carried_out}
+    check_request_fields(dict.fromkeys(carried_out + ignored, "odd"), form.model_fields.keys())
+    for name in refused:
+        with raises(RequestError, key=name):
+            check_request_fields({"model": "a", name: "odd"}, form.model_fields.keys())
 
 
 USER = {"role": "user", "content": "What?"}
@@ -490,7 +643,6 @@ REFUSED_ITEMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "opens no addresses",
     ),
     "thoughts": ({"input": [{"type": "reasoning", "summary": "a"}]}, "input[0]", "an object"),
-    "answer": ({"input": [{"role": "assistant", "content": "a"}]}, "input[0].content", "an answer"),
     "earlier": ({"previous_response_id": "resp_a"}, "previous_response_id", KEPT),
     "conversation": ({"conversation": "a"}, "conversation", KEPT),
     "template": ({"prompt": {"id": "a"}}, "prompt", KEPT),
@@ -502,7 +654,7 @@ REFUSED_ITEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "format": ({"text": {"format": {"type": "json_object"}}}, "text.format", "not supported"),
     "room": ({"max_output_tokens": 10**7}, "max_output_tokens", "10000000"),
     "sources": ({"include": ["file_search_call.results"]}, "include", "logprobs"),
-    "bias": ({"logit_bias": {"5": 1}}, "logit_bias", "is not supported"),
+    "bias": ({"logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),
 }
 
 

@@ -905,6 +905,10 @@ def test_a_page_of_somebody_else_in_the_browser_gets_nothing(service):
     for name, value in (*foreign, *(("Origin", origin) for origin in origins)):
         answer = service.http.post("/api/v1/create_session", json={}, headers={name: value})
         assert answer.status_code in (400, 403), (name, value)
+    kinds = {"/v1/models": "invalid_request_error", "/v1/messages": "permission_error"}
+    for path, kind in kinds.items():
+        answer = service.http.post(path, headers={"Origin": "null"})
+        assert answer.status_code == 403 and answer.json()["error"]["type"] == kind
     for host in (f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}"):
         service.post("create_session", {}, headers={"Host": host})
 

@@ -2,16 +2,20 @@
 
 import base64
 import io
+from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
 import PIL.Image
+import pytest
 import torch
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
+from megatron_vlm.errors import DataError
 from tests.support.videos import END, PAD, START, Oracle
 
 
@@ -225,6 +229,24 @@ def hf_encode(processor: Qwen3VLProcessor, record: dict, **options):
     for part, after in zip(videos, rest, strict=True):
         before += _video_text(processor, part) + after
     return processor(text=[before], images=images or None, return_tensors="pt")
+
+
+def check_continued(reader, record: dict, ids_of) -> None:
+    """Check a prompt that ends within its last answer, wherever transformers can leave it open.
+    `ids_of` returns its tokens with these options."""
+    chat = reader.parse(record, "x:1")
+    if chat.turns[-1].role != "assistant":
+        return
+    prompt = partial(reader.encode_chat, replace(chat, is_continued=True), prompt=True)
+    try:
+        expected = ids_of(continue_final_message=True)
+        if not isinstance(expected, list):
+            expected = expected["input_ids"][0].tolist()
+    except ValueError:
+        with pytest.raises(DataError, match="cannot leave its last answer open"):
+            prompt()
+    else:
+        assert prompt().ids_S.tolist() == expected, record
 
 
 def _opened(uri: str) -> PIL.Image.Image:

@@ -14,6 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import continue_row
@@ -30,8 +36,9 @@ from megatron_vlm.training.generation_batch import (
 )
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
-from tests.support.batches import MIXED, SHALLOW, make_rows
+from tests.support.batches import MIXED, SHALLOW, make_rows, token_ids
 from tests.support.error_fields import raises
+from tests.support.reference import load_reference, row_logits
 from tests.support.runs import Case, call, my_rows
 from tests.support.suites import FULL, quick
 from tests.training.test_decode import QWEN3_5
@@ -40,6 +47,13 @@ from tests.training.test_moe_train import EXPERTS
 # Log-probs around -6 in fp32 on the CPU. Measured worst case: 9.6e-7, at TP2.
 TOLERANCE = 5e-6
 STOP_IDS = tuple(range(0, 250, 8))  # about one token in 16: answers of very different lengths
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.4,
+    "logit_bias": ((8, 2.5), (30, -4.0)),
+    "min_tokens": 6,
+}
 SEEDS = [3, 1, 4, 1, 5, 9, 2, 6]
 HYBRID = QWEN3_5 | dict(layers=2, full_attention_interval=2)
 
@@ -48,6 +62,7 @@ def worst_log_prob(worker: MegatronWorker) -> float:
     """Return the largest difference between the log-probs of samples and those of `forward`."""
     prompts = my_rows(make_rows(MIXED))
     settings = SamplingSettings(12, temperature=0.7, top_k=200, top_p=0.9, stop_ids=STOP_IDS)
+    settings = replace(settings, **(PENALTIES | {"min_tokens": 2}))
     completions = worker.sample(prompts, settings, 2, range(0, 2 * len(prompts), 2), batch_rows=3)
     pairs = [
         (prompt, each)
@@ -212,6 +227,7 @@ def test_several_answers_to_a_prompt_that_is_seen_once(sizes, pool, tiny):
 
 def across_layouts(worker: MegatronWorker) -> list[list[tuple[int, ...]]]:
     settings = SamplingSettings(10, temperature=0.9, top_k=50, top_p=0.8, stop_ids=STOP_IDS)
+    settings = replace(settings, **PENALTIES, min_p=0.05)
     return ids_of(worker.sample(make_rows(MIXED), settings, 3, SEEDS, batch_rows=5))
 
 
@@ -319,7 +335,7 @@ SEVERAL = [
     SamplingSettings(12, temperature=0),
     SamplingSettings(9, temperature=0.6, tempered=True),
     SamplingSettings(30, stop_strings=("bbc", "dcfa")),
-    SamplingSettings(7, top_k=40),
+    SamplingSettings(7, top_k=40, **PENALTIES, stop_ids=STOP_IDS),
     SamplingSettings(8, top_p=0.7, temperature=1.3),
     SamplingSettings(9, temperature=0.6),
 ]
@@ -444,6 +460,57 @@ def test_frequencies_are_the_probabilities_of_what_is_left(
     assert torch.equal(found_N2[:, 1], model_V[found_N2[:, 0].long()])
 
 
+def processed(logits_V: Tensor, prompt: list[int], ids: list[int], more: Any) -> Tensor:
+    """Return a row of scores after transformers' processors, and after OpenAI's formula of two
+    penalties, which transformers has not."""
+    seen, scores_1V = torch.tensor([prompt + ids]), logits_V[None].clone()
+    biases = [[[id], value] for id, value in more["logit_bias"]]
+    scores_1V = SequenceBiasLogitsProcessor(biases)(seen, scores_1V)
+    floor = more["min_tokens"]
+    few = MinNewTokensLengthLogitsProcessor(len(prompt), floor, [*STOP_IDS], device="cpu")
+    scores_1V = few(seen, scores_1V)
+    scores_1V = RepetitionPenaltyLogitsProcessor(more["repetition_penalty"])(seen, scores_1V)
+    for id in set(ids):
+        times = ids.count(id)
+        scores_1V[0, id] -= more["frequency_penalty"] * times + more["presence_penalty"]
+    return scores_1V[0]
+
+
+def greedy(worker: MegatronWorker) -> list[list[int]]:
+    rows = make_rows(MIXED)
+    settings = SamplingSettings(12, temperature=0, stop_ids=STOP_IDS, **PENALTIES)
+    return [[*each.ids] for (each,) in worker.sample(rows, settings)]
+
+
+@pytest.mark.parametrize("name", quick(["tp2"], ["tp2", "pp2"]))
+def test_penalties_are_those_of_transformers(name, pool, tiny):
+    """The most likely tokens, step by step. Several follow only from a penalty."""
+    case, sizes = LAYOUTS[name]
+    path = tiny(**sizes)
+    found = pool.run(call, case.world, path, case, greedy)[0]
+    model, never, changed = load_reference(path), token_ids(), 0
+    for row, ids in zip(make_rows(MIXED), found, strict=True):
+        whole = continue_row(row, ids)
+        logits_SV = row_logits(model, whole)
+        for place in range(len(ids)):
+            logits_V = logits_SV[len(row.ids_S) + place - 1].clone()
+            scores_V = processed(logits_V, row.ids_S.tolist(), ids[:place], PENALTIES)
+            for each_V in (logits_V, scores_V):
+                each_V[[never.image, never.video]] = -torch.inf
+            assert ids[place] == int(scores_V.argmax())
+            changed += ids[place] != int(logits_V.argmax())
+    assert changed > 10 and min(map(len, found)) >= PENALTIES["min_tokens"]
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.3, 1.0])
+def test_min_p_is_that_of_transformers(min_p):
+    logits_BV = random_logits()
+    expected_BV = MinPLogitsWarper(min_p)(None, logits_BV)
+    assert torch.equal(likeliest(logits_BV, 0, 1.0, min_p), expected_BV)
+    both_BV = warped(expected_BV, 3, 0.9)
+    assert torch.equal(likeliest(logits_BV, 3, 0.9, min_p)[TIES:], both_BV[TIES:])
+
+
 def test_a_draw_depends_on_its_seed_and_the_number_of_its_token():
     turns = [(seed, token) for seed in (5, 6) for token in range(40)]
     none = torch.tensor([], dtype=torch.long)
@@ -470,6 +537,9 @@ def test_the_lowest_of_equal_logits_is_picked_greedily():
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.5),
+        ("min_p", 1.1),
+        ("min_tokens", 6),
+        ("repetition_penalty", 0.0),
         ("stop_strings", ("a", "")),
     ],
 )

@@ -88,6 +88,7 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     objects: Objects | None = None  # None: the marks, if any, are plain text
     variables: Mapping[str, Any] = field(default_factory=dict)  # for the chat template
+    is_continued: bool = False  # as a prompt, it ends within its last answer
 
     def media(self, kind: type) -> list[Any]:
         """Return all images, or all videos, in the order in which the model sees them."""

@@ -188,12 +188,14 @@ class ChatRenderer:
     ) -> Rendered:
         """Return the tokens and the weights of their losses. `videos` has the text of each video.
         `bounded` may shorten the text, or refuse it, before it costs time and memory as tokens. A
-        prompt is followed by what opens an answer."""
+        prompt is followed by what opens an answer, or ends within its last one."""
         turns = tuple(with_thoughts(turn, self.chat_format) for turn in chat.turns)
         chat = replace(chat, turns=turns)
         chat, cut = cut_special_tokens(chat, self.special, cfg.special_tokens)
         text = self.template.text_of(chat)
-        opening = self.template.opening_of(chat, text) if prompt else ""
+        is_opened = prompt and not chat.is_continued
+        opening = self.template.opening_of(chat, text) if is_opened else ""
+        closing = self.template.closing_of(chat, text) if chat.is_continued else ""
         begin_answer = self.chat_format.begin_answer
         if begin_answer is not None and not prompt and chat.turns[-1].role == "assistant":
             text = begin_answer(text, self.template.openings, self.template.hidden_thoughts(chat))
@@ -211,6 +213,9 @@ class ChatRenderer:
                 first = message.body + self._given(message, ids_U)
                 weights_U[first : message.end] = weight_of_message(message, chat.where)
         places = np.searchsorted(starts_U, video_chars)
+        if closing:
+            ids_U = ids_U[starts_U < len(text) - len(closing)]
+            weights_U = weights_U[: len(ids_U)]
         if opening:
             opening_K = self._tokenize([opening])[0]
             ids_U = np.concatenate([ids_U, opening_K])

@@ -103,6 +103,23 @@ class ChatTemplate:
             raise self.outside.error("its chat template changes a chat that an answer follows")
         return opened.removeprefix(text)
 
+    def closing_of(self, chat: Conversation, text: str) -> str:
+        """Return the end of the text of a chat, after what its last answer says."""
+        messages = [self._form(turn) for turn in chat.turns]
+        try:
+            said = self._apply(
+                messages, tools=list(chat.tools) or None, continue_final_message=True
+            )
+        except Exception as error:  # a template is a program, which may raise anything
+            raise DataError(
+                f": {self.name} cannot leave its last answer open: {str(error).splitlines()[0]}",
+                place=chat.where,
+                remedy="give an answer with text, or end with a message of the user",
+            ) from error
+        if not text.startswith(said):
+            raise self.outside.error("its chat template changes an answer that continues")
+        return text.removeprefix(said)
+
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Return the text that the template renders."""
         options |= self.variables

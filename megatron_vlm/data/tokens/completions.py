@@ -30,6 +30,13 @@ class SamplingSettings:
     stop_strings: tuple[str, ...] = ()
     tempered: bool = False  # log-probs are those at this temperature, not at 1
     json_schema: str | None = None  # what answers are held to, by engines with `has_schemas`
+    # What follows changes the distribution as vLLM does, by engines with `has_penalties`.
+    min_p: float = 0.0  # sample among tokens with at least this share of the highest probability
+    presence_penalty: float = 0.0  # taken from the logit of each token that the answer has
+    frequency_penalty: float = 0.0  # the same, once for each time that the answer has it
+    repetition_penalty: float = 1.0  # divides positive logits of all tokens so far
+    logit_bias: tuple[tuple[int, float], ...] = ()  # ids, and what is added to their logits
+    min_tokens: int = 0  # number of tokens before which no stop id is sampled
 
     def __post_init__(self) -> None:
         temperature = self.temperature == 0 or COLDEST <= self.temperature < math.inf
@@ -38,6 +45,10 @@ class SamplingSettings:
             ("temperature", temperature, f"0 (greedy), or {COLDEST:g} or above"),
             ("top_k", self.top_k >= 0, "0 (all tokens) or above"),
             ("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
+            ("min_tokens", not (self.min_tokens and self.stop_strings), "0 with stop strings"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0"),
         ):
             if not good:
                 raise ConfigError(
@@ -53,14 +64,22 @@ class SamplingSettings:
             )
 
     @property
-    def picking(self) -> tuple[float, int, float, bool]:
-        """Settings that decide the next token, without those that decide the end of an answer."""
-        return self.temperature, self.top_k, self.top_p, self.tempered
+    def picking(self) -> tuple[float, int, float, float, bool]:
+        """Settings that decide the next token by its score, without those that decide the end of
+        an answer."""
+        return self.temperature, self.top_k, self.top_p, self.min_p, self.tempered
+
+    @property
+    def needs_penalties(self) -> bool:
+        """True if the score of a token is not its logit, or depends on the tokens before it."""
+        added = self.presence_penalty, self.frequency_penalty, self.min_tokens, self.logit_bias
+        return any(added) or self.repetition_penalty != 1
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "SamplingSettings":
         """Build settings from `dataclasses.asdict` after JSON, which has lists for tuples."""
         lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        lists["logit_bias"] = tuple(map(tuple, fields["logit_bias"]))
         return SamplingSettings(**{**fields, **lists})
 
     def without_stop(self, ids: Sequence[int]) -> list[int]:

@@ -9,6 +9,8 @@ from typing import Any
 from vllm_fixes import count_given_sizes
 from weight_pieces import Message
 
+_PASSED = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+
 
 def sampling_params(
     settings: Message, never: list[int], seed: int, special: list[str], streamed: bool
@@ -35,7 +37,8 @@ def sampling_params(
         detokenize=bool(stops),
         skip_special_tokens=not shown,
         structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
-        logit_bias=dict.fromkeys(never, float("-inf")),
+        logit_bias=dict(settings["logit_bias"]) | dict.fromkeys(never, float("-inf")),
+        **{name: settings[name] for name in _PASSED},
         output_kind=RequestOutputKind.CUMULATIVE if streamed else RequestOutputKind.FINAL_ONLY,
     )
 

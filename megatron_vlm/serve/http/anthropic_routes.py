@@ -50,6 +50,7 @@ router = APIRouter(route_class=route_with(anthropic_error))
 async def count_tokens(request: Request, chats: Chats, context: Context, key: Key) -> Json:
     """Return the number of tokens of messages, image tokens included."""
     form = await read_form(context, request, AnthropicForm)
+    chats.checkpoint(key, form.model)
     return {"input_tokens": len((await _question(chats, key, form)).prompt.ids)}
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_vlm.io.loopback import is_loopback_host
@@ -24,7 +24,6 @@ from megatron_vlm.serve.http import (
     upload_routes,
 )
 from megatron_vlm.serve.http.api_keys import ApiKeys
-from megatron_vlm.serve.http.chat_routing import unknown_paths
 from megatron_vlm.serve.http.chat_samples import SESSION, ChatSamples, ChatTexts
 from megatron_vlm.serve.http.context import (
     AppContext,
@@ -37,13 +36,21 @@ from megatron_vlm.serve.http.context import (
 from megatron_vlm.serve.http.openai_routes import error_body
 from megatron_vlm.serve.http.page import service_page
 from megatron_vlm.serve.http.prometheus import Metrics
-from megatron_vlm.serve.http.request_bodies import Bodies, RequestLimits, add_handlers, refusal
+from megatron_vlm.serve.http.request_bodies import (
+    Bodies,
+    ErrorBody,
+    HttpError,
+    RequestLimits,
+    add_handlers,
+    tinker_error,
+)
 from megatron_vlm.serve.journal.journal import Journal
 
 SWEEP_SECONDS = 15.0
 _log = logging.getLogger(__name__)
 _pages = APIRouter()
 _pages.add_api_route("/healthz", run_routes.healthz)  # in addition to /api/v1/healthz
+_pages.add_api_route("/", run_routes.healthz, methods=["HEAD"])  # Claude Code asks it first
 
 
 def make_app(
@@ -69,7 +76,7 @@ def make_app(
         *(GroupCommit(journal), ResultWaiters(journal), gauges),
     )
     app.state.tickets = run_routes.Tickets()
-    add_handlers(app)
+    add_handlers(app, error_at)
     for routes in (search_routes, run_routes, training_routes, sampling_routes):
         app.include_router(routes.router)
     app.include_router(run_routes.downloads)
@@ -86,14 +93,16 @@ def make_app(
             app.include_router(responses_routes.router, prefix=prefix)
         for prefix in ("/v1", "/anthropic/api/v1"):
             app.include_router(anthropic_routes.router, prefix=prefix)
-        for prefix in ("/v1", "/oai/api/v1"):
-            app.include_router(unknown_paths(error_body), prefix=prefix)
-        app.include_router(
-            unknown_paths(anthropic_routes.anthropic_error), prefix="/anthropic/api/v1"
-        )
     if keys is None:
         app.add_middleware(LoopbackOnly)
     return app
+
+
+def error_at(path: str) -> ErrorBody:
+    """Return the form of errors of the API that has this path."""
+    if path.startswith(("/v1/messages", "/anthropic/")):
+        return anthropic_routes.anthropic_error
+    return error_body if path.startswith(("/v1/", "/oai/")) else tinker_error
 
 
 class LoopbackOnly:
@@ -111,7 +120,8 @@ class LoopbackOnly:
         foreign = origin != "" and urlsplit(origin).netloc != host
         if foreign or not is_loopback_host(host):
             text = f"{origin or host}: without keys this server answers on loopback alone; set "
-            await refusal(403, text + "serve.keys")(scope, receive, send)
+            body = error_at(scope["path"])(HttpError(403, text + "serve.keys"))
+            await JSONResponse(body, 403)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -1,22 +1,24 @@
 """OpenAI's and Anthropic's requests, and the replies to them: their parts, and their growth while
 tokens are drawn. A field that would change the answer, and that this service does not carry out, is
-refused by its name. All other fields are ignored."""
+refused by its name, and so is a field that nobody knows."""
 
 import asyncio
+import difflib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
+from megatron_vlm.family.chat_format import ChatFormat
 from megatron_vlm.serve.http.chat_samples import ChatPrompt, ChatSamples, ChatTexts, SamplingFields
 from megatron_vlm.serve.http.context import AppContext
 from megatron_vlm.serve.http.request_bodies import parse_body
-from megatron_vlm.serve.http.schemas import Id, JsonForm, Positive, Text
+from megatron_vlm.serve.http.schemas import Id, JsonForm, Penalties, Positive, Text
 from megatron_vlm.serve.journal.journal_records import Call
 from megatron_vlm.serve.protocol.chat_messages import (
     AnswerStream,
@@ -26,38 +28,29 @@ from megatron_vlm.serve.protocol.chat_messages import (
 )
 from megatron_vlm.serve.protocol.payloads import RequestError, Sampled, Samples
 
-# The values of each field that change nothing. Clients send them by themselves.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "functions": ([],),
-    "function_call": ("auto", "none"),
-    "web_search_options": (),
-    "suffix": ("",),
-    "stop_token_ids": ([],),
-    "ignore_eos": (False,),
-    "use_beam_search": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "structured_outputs": (),
-    "chat_template": (),
-    "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "mm_processor_kwargs": ({},),
-    "prompt_logprobs": (0,),
-}
+# Fields that clients send by themselves, and that change no answer here.
+_SENT_ALONG = (
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options "
+    "prompt_cache_retention verbosity cache_control cache_salt priority request_id inference_geo "
+    "speed diagnostics user_profile_id workspace_id billing_policy betas anthropic_version"
+)
+# The value with which each of these fields changes nothing; null: there is none. With any other
+# value it is refused.
+_NEUTRAL: Mapping[str, Any] = json.loads("""{
+    "length_penalty": 1, "best_of": 1, "echo": false, "parallel_tool_calls": true, "suffix": "",
+    "response_format": {"type": "text"}, "modalities": ["text"], "functions": [], "documents": [],
+    "function_call": "auto", "stop_token_ids": [], "ignore_eos": false, "use_beam_search": false,
+    "bad_words": [], "add_special_tokens": false, "skip_special_tokens": true,
+    "spaces_between_special_tokens": true, "include_stop_str_in_output": false,
+    "include_reasoning": true, "return_tokens_as_token_ids": false, "prompt_logprobs": 0,
+    "mm_processor_kwargs": {}, "mcp_servers": [],
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "audio": null, "prediction": null, "web_search_options": null, "moderation": null,
+    "allowed_token_ids": null, "structured_outputs": null, "guided_json": null,
+    "guided_choice": null, "guided_regex": null, "guided_grammar": null, "chat_template": null,
+    "truncate_prompt_tokens": null, "thinking_token_budget": null, "kv_transfer_params": null,
+    "vllm_xargs": null, "container": null, "compaction": null, "fallbacks": null, "thread": null
+}""")
 AForm = TypeVar("AForm", bound="ApiForm")
 Count = Annotated[int, Field(ge=1)]
 FromZero = Annotated[int, Field(ge=0)]
@@ -91,16 +84,24 @@ def _parse_form(body: bytes, of: type[AForm]) -> AForm:
     if not isinstance(raw, dict):
         raise RequestError("is not an object", place="the body")
     given = {name: value for name, value in raw.items() if value is not None}
-    for name in given.keys() & (_NEUTRAL.keys() - of.model_fields.keys()):
-        neutral = (*_NEUTRAL[name], {}, [])
-        if given[name] not in neutral:
-            raise RequestError(
-                "is not supported",
-                key=name,
-                found=given[name],
-                remedy=f"give {neutral[0]!r}, or leave it out",
-            )
+    check_request_fields(given, of.model_fields.keys())
     return of.model_validate(given)
+
+
+def check_request_fields(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse the first field that may change the answer, and that is not carried out."""
+    for name, value in given.items():
+        if name in known or name in _SENT_ALONG.split():
+            continue
+        if name not in _NEUTRAL:
+            near = difflib.get_close_matches(name[:80], [*known, *_NEUTRAL], n=1, cutoff=0.75)
+            remedy = f"write {near[0]}, or leave it out" if near else "leave it out"
+            raise RequestError("is not a field of this request", key=name[:80], remedy=remedy)
+        if value not in ((neutral := _NEUTRAL[name]), {}, []):
+            give = "" if neutral is None else f"give {json.dumps(neutral)}, or "
+            raise RequestError(
+                "is not supported", key=name, found=value, remedy=f"{give}leave it out"
+            )
 
 
 def _refuse_constant(name: str) -> None:
@@ -121,7 +122,7 @@ class StreamOptions(JsonForm):
     include_usage: bool = False
 
 
-class CompletionFields(ApiForm):
+class CompletionFields(ApiForm, Penalties):
     """Fields of chat completions and of completions."""
 
     n: Count = 1
@@ -147,6 +148,9 @@ class CompletionFields(ApiForm):
                 "top_k": self.top_k,
                 "seed": self.seed,
                 "stops": self.stops,
+                "penalties": self.model_dump(
+                    include=set(Penalties.model_fields), exclude_defaults=True
+                ),
                 **more,
             }
         )
@@ -165,6 +169,19 @@ class ChatForm(CompletionFields):
     chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None
     response_format: dict[str, Any] = Field({"type": "text"})
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def check_ending(self) -> None:
+        """Refuse to begin an answer after an answer, and to continue another message."""
+        ends = self.messages[-1] if isinstance(self.messages, list) and self.messages else None
+        is_answer = isinstance(ends, dict) and ends.get("role") == "assistant"
+        rights = {"continue_final_message": is_answer, "add_generation_prompt": not is_answer}
+        for key, right in rights.items():
+            if (found := getattr(self, key)) not in (None, right):
+                end = "an answer" if is_answer else "no answer"
+                problem = f"does not go with messages that end in {end}"
+                raise RequestError(problem, key=key, found=found, allowed=(right,))
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -214,6 +231,19 @@ class CompletionForm(CompletionFields):
     prompt: Any
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: Count | None = None  # draw this many, and return the `n` with the best log-probs
+
+    @field_validator("best_of")
+    @classmethod
+    def _whole(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and (value < info.data.get("n", 1) or info.data.get("stream")):
+            raise ValueError("give at least n, without stream")
+        return value
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if answers come in pieces. With log-probs a stream has them at once."""
+        return self.stream and self.logprobs is None and self.max_tokens != 0
 
 
 def as_functions(tools: Objects, kind: str, schema: str) -> Objects:
@@ -242,12 +272,22 @@ class AnthropicForm(ApiForm):
     tools: Objects = Field([])
     tool_choice: dict[str, Any] = Field({"type": "auto"})
     thinking: dict[str, Any] = Field({})
+    output_config: dict[str, Any] = Field({})
+
+    @field_validator("output_config")
+    @classmethod
+    def _effort(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value.keys() - {"effort"}:
+            raise ValueError(f"{name[:80]} is not supported; leave it out")
+        return value
 
     @field_validator("tool_choice")
     @classmethod
     def _choice(cls, value: dict[str, Any]) -> dict[str, Any]:
         if value.get("type") not in ("auto", "none"):
             raise ValueError("a call cannot be enforced; give the type auto or none")
+        if value.get("disable_parallel_tool_use"):
+            raise ValueError("disable_parallel_tool_use is not supported; leave it out")
         return value
 
     @property
@@ -281,11 +321,17 @@ class ChatRequest:
     tools: Sequence[dict[str, Any]]
     stops: Sequence[str]
     num_answers: int = 1
+    is_chat: bool = True  # thoughts and calls are no text
 
     @staticmethod
-    def of_tokens(ids: list[int], stops: Sequence[str]) -> "ChatRequest":
+    def of_tokens(ids: list[int], form: CompletionForm) -> "ChatRequest":
         """Return a prompt that is no chat."""
-        return ChatRequest(ChatPrompt([], ids, is_thinking=False), (), stops)
+        prompt = ChatPrompt([], ids, is_thinking=False)
+        return ChatRequest(prompt, (), form.stops, form.n, is_chat=False)
+
+    def format_in(self, texts: ChatTexts) -> ChatFormat | None:
+        """Return the format of its answers; None: they are text."""
+        return texts.chat_format if self.is_chat else None
 
 
 @dataclass(frozen=True)
@@ -323,7 +369,8 @@ def _reply(texts: ChatTexts, question: ChatRequest, sampled: Sampled) -> Reply:
     shown = len(ids) - (sampled.stopped and stop is None)
     if stop is not None:
         shown = _tokens_before(texts, ids, len(text.encode()))
-    answer = read_answer(texts.chat_format, text, question.prompt.is_thinking, question.tools)
+    chat_format = question.format_in(texts)
+    answer = read_answer(chat_format, text, question.prompt.is_thinking, question.tools)
     return Reply(sampled, answer, stop, shown)
 
 
@@ -355,10 +402,9 @@ class GrowingReplies:
         self.question, self.texts = question, chats.texts
         self.replies: list[Reply] = []
         self._news = chats.follow(request, call)
+        chat_format, is_thinking = question.format_in(self.texts), question.prompt.is_thinking
         self._streams = [
-            AnswerStream(
-                self.texts.chat_format, question.prompt.is_thinking, question.tools, question.stops
-            )
+            AnswerStream(chat_format, is_thinking, question.tools, question.stops)
             for _ in range(question.num_answers)
         ]
         self._grow = [chats.texts.growing() for _ in self._streams]

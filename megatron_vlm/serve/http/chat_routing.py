@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Annotated, Any, TypeAlias
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
@@ -15,12 +15,10 @@ from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.serve.http.chat_samples import ChatSamples
 from megatron_vlm.serve.http.context import complaints
-from megatron_vlm.serve.http.request_bodies import HttpError, unsupported_path
+from megatron_vlm.serve.http.request_bodies import ErrorBody, HttpError
 
-_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _log = logging.getLogger(__name__)
 Json: TypeAlias = dict[str, Any]
-ErrorBody: TypeAlias = Callable[[HttpError], Json]
 End: TypeAlias = Callable[[], Awaitable[None]]
 
 
@@ -34,7 +32,8 @@ Chats = Annotated[ChatSamples, Depends(_chats)]
 def as_http_error(error: Exception) -> HttpError:
     """Return any error as a response. A mistake of the client is a 400."""
     if isinstance(error, HttpError):
-        return error
+        is_mistake = error.status == 422
+        return HttpError(400, error.text, error.param, error.code) if is_mistake else error
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False)[0]["loc"]
         return HttpError(400, complaints(error), param=str(first[0]) if first else None)
@@ -64,17 +63,6 @@ def route_with(body_of: ErrorBody) -> type[APIRoute]:
             return answer
 
     return ApiRoute
-
-
-def unknown_paths(body_of: ErrorBody) -> APIRouter:
-    """Return a route for all paths that no other route has, so that its errors have this body."""
-    router = APIRouter(route_class=route_with(body_of))
-
-    @router.api_route("/{path:path}", methods=[*_METHODS])
-    async def unknown(request: Request) -> Response:
-        raise HttpError(404, unsupported_path(f"{request.method} {request.url.path}"))
-
-    return router
 
 
 def safe_text(error: HttpError) -> str:

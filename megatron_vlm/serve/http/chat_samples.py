@@ -33,6 +33,8 @@ from megatron_vlm.serve.journal.journal_records import (
     Failure,
     NamedCheckpoint,
     SamplingSession,
+    path_of,
+    plain_name,
     sampler_id,
 )
 from megatron_vlm.serve.protocol.answers import read_samples
@@ -173,6 +175,7 @@ class SamplingFields:
     prompt_log_probs: bool = False
     top_prompt: int = 0
     json_schema: str | None = None
+    penalties: Mapping[str, Any] = field(default_factory=dict)  # those that have an effect
     stream: bool = False
 
 
@@ -245,6 +248,14 @@ class ChatSamples:
         if room < 1 or (fields.max_tokens or 0) > room:
             asked = f"the prompt has {length} tokens and max_tokens is {fields.max_tokens}"
             raise too_long(self.longest, asked, "max_tokens")
+        if fields.penalties and not self.context.facts.has_penalties:
+            name, value = next(iter(fields.penalties.items()))
+            raise RequestError(
+                "is not supported by the sampler of this server",
+                key=name,
+                found=value,
+                remedy="serve the model with engine.name=vllm or own, or leave it out",
+            )
         sampler = await self._sampler(key, model)
         ends = self.texts.ends if fields.stops else ()
         body = {
@@ -266,6 +277,7 @@ class ChatSamples:
             "topk_prompt_logprobs": fields.top_prompt,
             "stream_tokens": fields.stream,
             "json_schema": fields.json_schema,
+            "penalties": fields.penalties,
         }
         content = await asyncio.to_thread(self._content, body, len(ends))
         call = Call(SAMPLE, sampler.id, body["seq_id"], key, content)
@@ -328,8 +340,8 @@ class ChatSamples:
 
     async def _sampler(self, key: str, model: str) -> _Sampler:
         """Return the sampling session of a model: the base model, or a checkpoint of this key."""
-        path = model.rpartition(";")[2]
-        checkpoint = self._checkpoint(key, model, path)
+        path = self._path(model)
+        checkpoint = self.checkpoint(key, model)
         async with self._making:
             await self._end_idle()
             # Another checkpoint may have been saved under the same name.
@@ -340,9 +352,15 @@ class ChatSamples:
         sampler.used = time.monotonic()
         return sampler
 
-    def _checkpoint(self, key: str, model: str, path: str) -> NamedCheckpoint | None:
+    def _path(self, model: str) -> str:
+        """Return the name of a model, which may be given by its second name or after the base."""
+        bases, name = self.context.facts.base_models, model.rpartition(";")[2]
+        second = {plain_name(base): base for base in bases} | {base: base for base in bases}
+        return second.get(name) or path_of(name)
+
+    def checkpoint(self, key: str, model: str) -> NamedCheckpoint | None:
         """Return the checkpoint that a model is, or None for the base model, or raise a 404."""
-        facts = self.context.facts
+        facts, path = self.context.facts, self._path(model)
         if path in facts.base_models:
             return None
         try:

@@ -52,6 +52,7 @@ class ServerFacts:
     layout: str
     vocabulary: int  # number of tokens
     has_schemas: bool = False  # answers can be held to a JSON schema
+    has_penalties: bool = True  # the sampler takes min_p, penalties, logit_bias and min_tokens
 
 
 @dataclass(frozen=True)

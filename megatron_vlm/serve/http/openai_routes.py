@@ -7,6 +7,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,9 @@ from megatron_vlm.serve.http.chat_samples import ChatSamples, ChatTexts, Samplin
 from megatron_vlm.serve.http.context import AppContext, Context, Key
 from megatron_vlm.serve.http.request_bodies import HttpError
 from megatron_vlm.serve.http.sampling_routes import can_be_sampled
-from megatron_vlm.serve.journal.journal_records import Call
-from megatron_vlm.serve.protocol.payloads import NO_LOG_PROB, RequestError, Samples, TopK
+from megatron_vlm.serve.journal.journal_records import Call, plain_name
+from megatron_vlm.serve.protocol.chat_messages import read_prompts
+from megatron_vlm.serve.protocol.payloads import NO_LOG_PROB, Sampled, Samples, TopK
 
 DONE = "data: [DONE]\n\n"  # the last event of a stream
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -94,11 +96,13 @@ async def models(chats: Chats, context: Context, key: Key) -> Json:
 async def model(name: str, chats: Chats, context: Context, key: Key) -> Json:
     """Return a model."""
     if (card := _models(chats, key).get(name)) is None:
-        raise HttpError(404, f"there is no model {name!r}", param="model", code="model_not_found")
+        text = f"there is no model {name[:200]!r}"
+        raise HttpError(404, text, param="model", code="model_not_found")
     return card
 
 
 def _models(chats: ChatSamples, key: str) -> dict[str, Json]:
+    """Return the models by their names. Each has a second name too."""
     context = chats.context
     names = dict.fromkeys(context.facts.base_models, ("megatron_vlm", 0.0))
     names |= {
@@ -106,6 +110,7 @@ def _models(chats: ChatSamples, key: str) -> dict[str, Json]:
         for checkpoint in context.journal.checkpoints(key)
         if can_be_sampled(context, checkpoint)
     }
+    names |= {plain_name(name): facts for name, facts in names.items()}
     return {
         name: {
             "id": name,
@@ -136,6 +141,7 @@ async def begin_chat(
     chats: ChatSamples, context: AppContext, key: str, form: ChatForm
 ) -> tuple[ChatRequest, Call]:
     """Render a chat and queue its samples."""
+    form.check_ending()
     variables = (
         chats.prompts.no_thinking(form.reasoning_effort == "none") | form.chat_template_kwargs
     )
@@ -254,9 +260,20 @@ async def completions(request: Request, chats: Chats, context: Context, key: Key
     form = await read_form(context, request, CompletionForm)
     prompts = [
         each if isinstance(each, list) else await chats.prompts.encode(key, each)
-        for each in _prompts(form.prompt, context.limits.client_samples)
+        for each in read_prompts(form.prompt, context.limits.client_samples)
     ]
-    samples = await _drawn(request, chats, key, form, prompts)
+    calls = await _begun(chats, key, form, prompts)
+    if form.is_streamed:
+
+        async def drop() -> None:
+            await asyncio.gather(*map(chats.drop, calls))
+
+        growing = [
+            GrowingReplies(chats, request, call, ChatRequest.of_tokens(prompt, form))
+            for prompt, call in zip(prompts, calls, strict=True)
+        ]
+        return streamed(_text_events(form, growing), lambda e: event(error_body(e)), drop)
+    samples = await _drawn(request, chats, calls)
     body = await asyncio.to_thread(_body, chats.texts, form, prompts, samples)
     spent = sum(len(sequence.tokens) for each in samples for sequence in each.sequences)
     used = usage(sum(map(len, prompts)), 0 if form.max_tokens == 0 else spent)
@@ -272,10 +289,33 @@ async def completions(request: Request, chats: Chats, context: Context, key: Key
     return streamed(events(), lambda error: event(error_body(error)))
 
 
-async def _drawn(
-    request: Request, chats: ChatSamples, key: str, form: CompletionForm, prompts: list[list[int]]
-) -> list[Samples]:
-    """Return the samples of each prompt. If one is refused or fails, all are dropped."""
+async def _text_events(
+    form: CompletionForm, growing: Sequence[GrowingReplies]
+) -> AsyncIterator[str]:
+    """Yield the events of a stream, one prompt after the other, though all are drawn at once."""
+    spent, head = [0, 0], _head(form)
+    for first, each in zip(range(0, len(growing) * form.n, form.n), growing, strict=True):
+        ids, texts = each.question.prompt.ids, each.texts
+        none = {"logprobs": None, "finish_reason": None}
+        for index in range(first, first + form.n if form.echo else first):
+            yield event({**head, "choices": [{"index": index, "text": texts.text(ids), **none}]})
+        async for deltas in each.deltas():
+            choices = [{"index": first + d.index, "text": d.text, **none} for d in deltas]
+            yield event({**head, "choices": choices}) if choices else ": waiting\n\n"
+        for index, reply in enumerate(each.replies, first):
+            choice = _continuation(texts, form, ids, Samples(()), reply) | {"text": ""}
+            yield event({**head, "choices": [{"index": index, **choice}]})
+        spent[0] += len(ids)
+        spent[1] += sum(len(reply.sampled.tokens) for reply in each.replies)
+    if form.stream_options.include_usage:
+        yield event({**head, "choices": [], "usage": usage(*spent)})
+    yield DONE
+
+
+async def _begun(
+    chats: ChatSamples, key: str, form: CompletionForm, prompts: list[list[int]]
+) -> list[Call]:
+    """Queue the samples of each prompt. If one is refused, all are dropped."""
     fields = _fields(form)
     begun = await asyncio.gather(
         *(
@@ -290,6 +330,11 @@ async def _drawn(
     if refused := [each for each in begun if isinstance(each, BaseException)]:
         await asyncio.gather(*map(chats.drop, calls))
         raise refused[0]
+    return calls
+
+
+async def _drawn(request: Request, chats: ChatSamples, calls: Sequence[Call]) -> list[Samples]:
+    """Return the samples of each prompt. If one fails, all are dropped."""
     try:
         async with asyncio.TaskGroup() as group:
             drawn = [group.create_task(chats.result(request, call)) for call in calls]
@@ -304,11 +349,28 @@ def _body(
     choices = [
         _continuation(texts, form, prompt, each, reply)
         for prompt, each in zip(prompts, samples, strict=True)
-        for reply in replies(texts, ChatRequest.of_tokens(prompt, form.stops), each)
+        for reply in replies(texts, ChatRequest.of_tokens(prompt, form), _best(form, each))
     ]
     choices = [{"index": index, **choice} for index, choice in enumerate(choices)]
-    body: Json = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
-    return body | {"created": int(time.time()), "model": form.model, "choices": choices}
+    return _head(form) | {"choices": choices}
+
+
+def _head(form: CompletionForm) -> Json:
+    head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
+    return head | {"created": int(time.time()), "model": form.model}
+
+
+def _log_prob_per_token(sampled: Sampled) -> float:
+    assert sampled.log_probs is not None
+    return float(sampled.log_probs.mean())
+
+
+def _best(form: CompletionForm, samples: Samples) -> Samples:
+    """Return the `n` answers with the highest log-prob per token, if there are more."""
+    if form.best_of is None:
+        return samples
+    ranked = sorted(samples.sequences, key=_log_prob_per_token, reverse=True)
+    return replace(samples, sequences=tuple(ranked[: form.n]))
 
 
 def _fields(form: CompletionForm) -> SamplingFields:
@@ -316,37 +378,12 @@ def _fields(form: CompletionForm) -> SamplingFields:
     scored."""
     top, is_scored = form.logprobs or 0, form.echo and form.logprobs is not None
     return form.sampling(
+        num_samples=form.best_of or form.n,
         max_tokens=_MAX_TOKENS if form.max_tokens is None else max(form.max_tokens, 1),
         top_sample=top,
         prompt_log_probs=is_scored,
         top_prompt=top if is_scored else 0,
-    )
-
-
-def _prompts(prompt: Any, most: int) -> list[str | list[int]]:
-    """Return the prompts of a request: a text, tokens, or a list of either."""
-    one = isinstance(prompt, str) or (
-        isinstance(prompt, list) and bool(prompt) and _is_id(prompt[0])
-    )
-    prompts = [prompt] if one else prompt
-    if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
-        raise RequestError(
-            key="prompt", found=prompt, allowed="a text, a list of tokens, or a list of either"
-        )
-    if len(prompts) > most:
-        raise RequestError(
-            f"has {len(prompts)} prompts, and limit client_samples is {most}", key="prompt"
-        )
-    return prompts
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and all(map(_is_id, value))
+        stream=form.is_streamed,
     )
 
 

@@ -108,12 +108,19 @@ class HttpError(Exception):
         self.param, self.code = param, code
 
 
+ErrorBody = Callable[[HttpError], dict[str, Any]]
+
+
+def tinker_error(error: HttpError) -> dict[str, Any]:
+    """Return the body of an error. `error` and `detail` hold what happened and what to do;
+    `category` is "server" from status 500 on, otherwise "user"."""
+    kind, text = "server" if error.status >= 500 else "user", escape_controls(error.text)
+    return {"error": text, "detail": text, "category": kind}
+
+
 def refusal(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Return an error response. `error` and `detail` hold what happened and what to do; `category`
-    is "server" from status 500 on, otherwise "user"."""
-    kind = "server" if status >= 500 else "user"
-    body = {"error": escape_controls(text), "detail": escape_controls(text), "category": kind}
-    return JSONResponse(body, status, headers)
+    """Return an error response."""
+    return JSONResponse(tinker_error(HttpError(status, text)), status, headers)
 
 
 def unsupported_path(path: str) -> str:
@@ -124,8 +131,11 @@ def unsupported_path(path: str) -> str:
     )
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Register handlers so that every failed request gets a JSON body."""
+def add_handlers(
+    app: FastAPI, body_at: Callable[[str], ErrorBody] = lambda _: tinker_error
+) -> None:
+    """Register handlers so that every failed request gets a JSON body. Paths that no route has get
+    the body of their API."""
 
     @app.exception_handler(HttpError)
     async def refused(_: Request, error: HttpError) -> JSONResponse:
@@ -141,8 +151,9 @@ def add_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         text = f"{request.method} {request.url.path}"
         known = {404: unsupported_path(text), 405: unsupported_path(text)}
-        headers = dict(error.headers or {})
-        return refusal(error.status_code, known.get(error.status_code, str(error.detail)), headers)
+        told = HttpError(error.status_code, known.get(error.status_code, str(error.detail)))
+        body = body_at(request.url.path)(told)
+        return JSONResponse(body, told.status, dict(error.headers or {}))
 
     @app.exception_handler(sqlite3.Error)
     async def journal(_: Request, error: sqlite3.Error) -> JSONResponse:

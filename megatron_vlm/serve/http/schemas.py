@@ -273,6 +273,28 @@ class SamplingParams(JsonForm):
         return value
 
 
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class Penalties(JsonForm):
+    """Settings of sampling by which a token's score is not its logit, as vLLM has them."""
+
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    logit_bias: Annotated[
+        dict[FromZero, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)
+    ] = {}
+    min_tokens: FromZero = 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of SamplingSettings."""
+        names = set(Penalties.model_fields)
+        return self.model_dump(include=names) | {"logit_bias": tuple(self.logit_bias.items())}
+
+
 class PromptForm(JsonForm):
     """Chunks of a prompt as JSON; `read_prompt` of serve.protocol reads them."""
 
@@ -298,6 +320,7 @@ class SampleForm(JsonForm):
     record_stability_info: bool | None = None
     stream_tokens: bool = False  # the service's own: tell of tokens while they are drawn
     json_schema: str | None = None  # the service's own: the form of the answers
+    penalties: Penalties = Penalties()  # the service's own, too
 
     @field_validator("record_stability_info")
     @classmethod

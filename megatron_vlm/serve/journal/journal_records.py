@@ -262,6 +262,17 @@ def tinker_path(model: str, kind: CheckpointKind, name: str) -> str:
     return f"tinker://{model}/{SEGMENTS[kind]}/{checked_name(name)}"
 
 
+def plain_name(path: str) -> str:
+    """Return a second name of a model, for clients that divide names at / and :."""
+    return re.sub("[/:]", ".", path.removeprefix("tinker://")).strip(".")
+
+
+def path_of(name: str) -> str:
+    """Return the path of a checkpoint by its second name, and any other name as it is."""
+    found = re.fullmatch(r"([^./:]+)\.train\.(\d+)\.(\w+)\.([^/:]+)", name)
+    return "tinker://{}:train:{}/{}/{}".format(*found.groups()) if found else name
+
+
 def checked_name(name: str) -> str:
     """Return the name if it can be one part of a path, and raise DataError otherwise."""
     if not _NAME.fullmatch(name):

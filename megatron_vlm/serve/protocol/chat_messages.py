@@ -18,20 +18,23 @@ _ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "a
 _CONTENT = "a text, or a list of parts"
 _URI = "data:image/png;base64,..."
 # Parts of Anthropic's messages, by role.
-_BLOCKS = {"user": ("text", "image", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+_BLOCKS = {
+    "user": ("text", "image", "document", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
 
 
 def read_messages(messages: Any, max_pictures: int) -> list[Json]:
-    """Read the messages of a chat completion. The last one is not an answer: nothing continues an
-    answer that has begun."""
+    """Read the messages of a chat completion. An answer at the end is to be continued."""
     if not isinstance(messages, list) or not messages:
         raise RequestError(key="messages", found=messages, allowed="a list of one message or more")
     read = [_message(each, f"messages[{number}]") for number, each in enumerate(messages)]
-    if read[-1]["role"] == "assistant":
+    if "tool_calls" in read[-1]:
         raise RequestError(
-            "is an answer, and this server does not continue one",
-            key=f"messages[{len(messages) - 1}]",
-            remedy="end with a message of the user or of a tool",
+            "ends the chat, and only the text of an answer can be continued",
+            key=f"messages[{len(messages) - 1}].tool_calls",
+            remedy="add the results of the calls",
         )
     parts = [part for each in read if isinstance(each["content"], list) for part in each["content"]]
     if (pictures := sum(part["type"] == "image" for part in parts)) > max_pictures:
@@ -39,6 +42,33 @@ def read_messages(messages: Any, max_pictures: int) -> list[Json]:
             f"has {pictures} pictures, and limit pictures is {max_pictures}", key="messages"
         )
     return read
+
+
+def read_prompts(prompt: Any, most: int) -> list[str | list[int]]:
+    """Return the prompts of a completion: a text, tokens, or a list of either."""
+    one = isinstance(prompt, str) or (
+        isinstance(prompt, list) and bool(prompt) and _is_id(prompt[0])
+    )
+    prompts = [prompt] if one else prompt
+    if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
+        raise RequestError(
+            key="prompt", found=prompt, allowed="a text, a list of tokens, or a list of either"
+        )
+    if len(prompts) > most:
+        raise RequestError(
+            f"has {len(prompts)} prompts, and limit client_samples is {most}", key="prompt"
+        )
+    return prompts
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(map(_is_id, value))
+    )
 
 
 def text_length(value: Any) -> int:
@@ -121,7 +151,8 @@ def _picture(uri: Any, where: str) -> bytes:
 
 
 def from_anthropic(system: Any, messages: Any) -> list[Json]:
-    """Return Anthropic's messages in OpenAI's form."""
+    """Return Anthropic's messages in OpenAI's form. A system message among them becomes one of the
+    user: most templates show a system message at the beginning alone."""
     if not isinstance(messages, list) or not messages:
         raise RequestError(key="messages", found=messages, allowed="a list of one message or more")
     converted: list[Json] = []
@@ -133,6 +164,7 @@ def from_anthropic(system: Any, messages: Any) -> list[Json]:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in _BLOCKS:
             raise RequestError(key=f"{where}.role", found=role, allowed=tuple(_BLOCKS))
+        role = "user" if role == "system" and converted else role
         if isinstance(content, list):
             converted += _blocks(role, content, f"{where}.content")
         else:
@@ -156,6 +188,8 @@ def _blocks(role: str, content: Sequence[Any], where: str) -> list[Json]:
             function = {"name": block.get("name"), "arguments": block.get("input")}
             numbered = {"id": block["id"]} if isinstance(block.get("id"), str) else {}
             calls.append({"type": "function", **numbered, "function": function})
+        elif kind == "redacted_thinking":
+            continue  # nobody else can read it
         elif kind == "thinking":
             thoughts.append(as_text(block.get("thinking"), f"{at}.thinking"))
         elif kind == "tool_result":
@@ -174,9 +208,12 @@ def _blocks(role: str, content: Sequence[Any], where: str) -> list[Json]:
 
 
 def _block_part(block: Any, where: str) -> Json:
-    if as_object(block, where).get("type") != "image":
+    kind = as_object(block, where).get("type")
+    if kind not in ("image", "document"):
         return dict(block)
     source = as_object(block.get("source"), f"{where}.source")
+    if kind == "document":
+        return _document(block, source, where)
     if source.get("type") != "base64":
         raise RequestError(
             ": this server opens no addresses and no files",
@@ -186,6 +223,22 @@ def _block_part(block: Any, where: str) -> Json:
         )
     uri = f"data:{source.get('media_type')};base64,{source.get('data')}"
     return {"type": "image_url", "image_url": uri}
+
+
+def _document(block: Mapping[str, Any], source: Mapping[str, Any], where: str) -> Json:
+    """Return a document as text, after its title and its context."""
+    if source.get("type") != "text":
+        raise RequestError(
+            ": only documents of plain text are supported",
+            key=f"{where}.source.type",
+            found=source.get("type"),
+            allowed="text",
+        )
+    if isinstance(block.get("citations"), Mapping) and block["citations"].get("enabled"):
+        raise RequestError("are not supported", key=f"{where}.citations", remedy="leave them out")
+    parts = block.get("title"), block.get("context"), source.get("data")
+    said = [as_text(part, f"{where}.source.data") for part in parts if part is not None]
+    return {"type": "text", "text": "\n".join(said)}
 
 
 def as_object(value: Any, where: str) -> Mapping[str, Any]:
@@ -232,10 +285,16 @@ def cut_at_stop(text: str, stops: Sequence[str], begin: int = 0) -> tuple[str, s
 
 
 def read_answer(
-    chat_format: ChatFormat, text: str, is_thinking: bool, tools: Sequence[Mapping[str, Any]] | None
+    chat_format: ChatFormat | None,
+    text: str,
+    is_thinking: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
 ) -> ChatAnswer:
     """Divide the text of an answer. `is_thinking`: its prompt has opened a block of thoughts. With
-    `tools`, blocks become calls if all of them can be read; else they stay text."""
+    `tools`, blocks become calls if all of them can be read; else they stay text. Without a format
+    it is text."""
+    if chat_format is None:
+        return ChatAnswer(text)
     thoughts, marks = None, chat_format.thoughts
     if is_thinking or text.lstrip().startswith(marks.start):
         before, close, after = text.partition(marks.end)
@@ -256,15 +315,16 @@ class AnswerStream:
 
     def __init__(
         self,
-        chat_format: ChatFormat,
+        chat_format: ChatFormat | None,
         is_thinking: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         stops: Sequence[str],
     ) -> None:
         self._chat_format, self._is_thinking = chat_format, is_thinking
-        self._tools, self._stops = tools, stops
-        thoughts, call = chat_format.thoughts, [chat_format.calls.start] if tools else []
-        self._marks = (*stops, thoughts.start, thoughts.end, *call)
+        self._call, self._stops, self._marks = "", stops, tuple(stops)
+        if chat_format is not None:
+            thoughts, self._call = chat_format.thoughts, chat_format.calls.start if tools else ""
+            self._marks += (thoughts.start, thoughts.end, *filter(None, [self._call]))
         self._longest_stop = max(map(len, stops), default=0)
         self._searched = 0  # characters before which no stop string begins
         self._thoughts = self._content = ""  # what was given
@@ -275,8 +335,8 @@ class AnswerStream:
         if stop is None:
             self._searched = max(0, len(text) - self._longest_stop)
             text = text[: len(text) - _held_back(text, self._marks)]
-        if self._tools:
-            text = text.partition(self._chat_format.calls.start)[0].rstrip()
+        if self._call:
+            text = text.partition(self._call)[0].rstrip()
         answer = read_answer(self._chat_format, text, self._is_thinking, None)
         return self._give((answer.thoughts or "").rstrip("\n"), answer.content)
 

@@ -62,7 +62,7 @@ def openai_answers() -> dict[str, Any]:
     )
     wrong = {
         "model": {"model": "nobody/nothing"},
-        "field": {"logit_bias": {"5": 1}},
+        "field": {"extra_body": {"guided_json": "a"}},
         "room": {"max_tokens": 10**7},
         "range": {"top_p": 3},
     }
