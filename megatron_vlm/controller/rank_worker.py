@@ -1,18 +1,18 @@
 """Worker of one rank in a group, with a method for each call of the controller."""
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.checkpoint import save_load
 from megatron_vlm.controller.worker_group import ReplicaBatch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.data.tokens.answer_masks import AnswerMasks
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.distributed.agreement import fail_together
@@ -94,25 +94,14 @@ class RankWorker:
             seeds = [(seed << 32) + n * number for number in numbers]
         else:
             seeds = [seed[number] for number in numbers]
-        texts = self.texts if settings.stop_strings else None
+        texts = self.texts if settings.needs_texts else None
         return self.worker.sample(prompts, settings, n, seeds, batch_rows, texts)
 
-    @cached_property
+    @property
     def texts(self) -> Texts:
         """Decoding functions and special tokens of the checkpoint's tokenizer."""
-
-        def text_of(skip: bool, ids: Sequence[int]) -> str:
-            return str(tokenizer.decode(list(ids), skip_special_tokens=skip))
-
-        tokenizer = self._tokenizer
-        added = tokenizer.added_tokens_decoder.values()
-        special = tuple(str(token) for token in added if token.special)
-        return Texts(partial(text_of, True), partial(text_of, False), special)
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        cfg = self.worker.cfg
-        return read_tokenizer(cfg.model.path, cfg.data.add_tokens)
+        cfg, vocab = self.worker.cfg, self.worker.stage.sizes.text.vocab
+        return _texts(cfg.model.path, tuple(cfg.data.add_tokens), vocab)
 
     def save(self, folder: str, progress: dict[str, Any]) -> None:
         save_load.save(self.worker, Path(folder), progress)
@@ -134,6 +123,18 @@ class RankWorker:
             raise
         except Exception as error:  # the other ranks know of it, and continue
             raise WorkerError(f"{type(error).__name__}: {error}", place="the rows") from error
+
+
+@lru_cache(maxsize=2)  # adapters of a model share them
+def _texts(path: str, add_tokens: tuple[str, ...], vocab: int) -> Texts:
+    def text_of(skip: bool, ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=skip))
+
+    tokenizer = read_tokenizer(path, add_tokens)
+    added = tokenizer.added_tokens_decoder.values()
+    special = tuple(str(token) for token in added if token.special)
+    masks = AnswerMasks(tokenizer, vocab)
+    return Texts(partial(text_of, True), partial(text_of, False), special, masks)
 
 
 def backward_of(

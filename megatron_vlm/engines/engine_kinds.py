@@ -68,7 +68,7 @@ class EngineKind:
     python: str | None = None  # what engine.python is to be; null: it is not needed
     max_lora_rank: int | None = None
     min_temperature: float = 0.0  # lowest temperature above 0
-    has_schemas: bool = False  # whether answers may be held to a JSON schema
+    has_grammars: bool = False  # whether answers may be held to a grammar
     has_penalties: bool = False  # whether it takes min_p, penalties, logit_bias and min_tokens
     has_routing: bool = False  # whether completions may have the experts of their tokens
     on_ranks: bool = False  # whether it is the ranks, with the weights that they have
@@ -82,7 +82,11 @@ async def _start_own(settings: EngineSettings) -> "Engine":
 
 
 OWN_DECODER = EngineKind(
-    _start_own, lambda python, key: "the trainer's own decoder", has_penalties=True, on_ranks=True
+    _start_own,
+    lambda python, key: "the trainer's own decoder",
+    has_grammars=True,
+    has_penalties=True,
+    on_ranks=True,
 )
 
 

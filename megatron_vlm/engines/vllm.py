@@ -71,7 +71,7 @@ VLLM = EngineKind(
     python=_PYTHON,
     max_lora_rank=512,
     min_temperature=0.01,  # vLLM raises lower ones to this
-    has_schemas=True,
+    has_grammars=True,
     has_penalties=True,
     has_routing=True,
 )

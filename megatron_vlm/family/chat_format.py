@@ -75,6 +75,9 @@ class CallMarks:
     start: str  # <tool_call>
     # Calls in a text with these tools; None if there is none, or one that cannot be read.
     read: Callable[[str, Sequence[Mapping[str, Any]]], list[FoundCall] | None]
+    # Rules in Lark for a `call` of one of these tools, as a template's text writes it, by the
+    # symbol of each mark. None: no grammar has exactly these calls.
+    rules: Callable[[Sequence[Mapping[str, Any]], str, Callable[[str], str]], str] | None = None
 
 
 class ChatTurn(Protocol):

@@ -122,6 +122,27 @@ class TokenizerTexts:
         each time."""
         return GrowingText(self.text).advance
 
+    def call_rules(self, tools: Sequence[Mapping[str, Any]], is_single: bool) -> str:
+        """Return rules in Lark for calls of these tools."""
+        if self.chat_format.calls.rules is None:
+            raise RequestError(
+                ": no grammar has exactly the calls of this model's chat template",
+                key="tool_choice",
+                remedy="give auto without a response_format, or none",
+            )
+        more = "" if is_single else ' ("\\n" call)*'
+        template = str(self.tokenizer.chat_template)
+        return f"calls: call{more}\n" + self.chat_format.calls.rules(tools, template, self._symbol)
+
+    @property
+    def thoughts_rule(self) -> str:
+        """Rule in Lark for the thoughts of an answer whose prompt has opened them."""
+        return rf"thoughts: /(.|\n)*/ {self._symbol(self.chat_format.thoughts.end)} /\n*/"
+
+    def _symbol(self, mark: str) -> str:
+        """Return the symbol in Lark for a mark that is a token."""
+        return f"<[{self.tokenizer.convert_tokens_to_ids(mark)}]>"
+
     def _bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token, which may be a part of a character. A vocabulary that is
         padded has tokens without any."""

@@ -278,8 +278,8 @@ class EngineSampling:
             answers = await self.engines.engine.sample(*drawing)
         except Exception as error:  # also if the engine has failed for good: the service goes on
             failure = self._failure(error)
-            if ask.settings.json_schema is not None and isinstance(error, DataError):
-                failure = Failure(f"response_format: {error}", "user")
+            if ask.settings.grammar is not None and isinstance(error, DataError):
+                failure = Failure(f"{error}", "user")
             self._finish(call, failure)
             return
         ask = replace(ask, answers=tuple(answers))

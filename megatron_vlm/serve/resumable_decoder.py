@@ -49,7 +49,7 @@ class SampleProgress(NamedTuple):
     left: int  # answers that have not ended
     # Set once all answers have ended, each in the form of Completion.as_json.
     answers: list[list[Any]] | None = None
-    refused: str | None = None  # reason why the request did not join
+    refused: str | None = None  # reason why the request did not join, or has no answers
     # For each answer of a streamed request, the number of its tokens before these rounds and those
     # that follow.
     pieces: Pieces | None = None
@@ -109,7 +109,7 @@ class ResumableDecoder:
     ) -> list[SampleProgress]:
         decoder = self.decoder
         progress, joining = [], []
-        if any(request.settings.stop_strings for request in requests):
+        if any(request.settings.needs_texts for request in requests):
             decoder.texts = self.ranks.member.texts
         self.streamed |= {request.number for request in requests if request.streamed}
         rows = [] if part is None else rows_of(part.all_fields())
@@ -131,14 +131,17 @@ class ResumableDecoder:
         }
         decoder.advance(rounds)
         for each in inside:
-            answers = pieces = None
+            answers = pieces = refused = None
             if not each.left:
-                answers = [draw.completion.as_json() for draw in each.draws]
+                try:
+                    answers = [draw.completion.as_json() for draw in each.draws]
+                except MegatronVLMError as error:
+                    refused = str(error)
             elif each.number in before:
                 lengths = before[each.number]
                 pieces = [[n, draw.ids[n:]] for n, draw in zip(lengths, each.draws, strict=True)]
             progress.append(
-                SampleProgress(each.number, each.tokens, each.left, answers, pieces=pieces)
+                SampleProgress(each.number, each.tokens, each.left, answers, refused, pieces)
             )
         self.streamed &= decoder.prompts.keys()
         return progress

@@ -122,7 +122,7 @@ def read_ask(
         tuple(sorted(ids)),
         tuple(sorted(texts)),
         tempered=True,
-        json_schema=form.json_schema,
+        grammar=form.grammar,
         **form.penalties.settings,
     )
     biased = np.array([*form.penalties.logit_bias])

@@ -130,6 +130,6 @@ def facts_of(cfg: Config, source: HFCheckpoint, dims: ParallelDims) -> ServerFac
         cfg.serve.url,
         f"tp={dims.tp} pp={dims.pp} dp={dims.dp}",
         source.sizes.text.vocab,
-        engine_kind(cfg.engine.name).has_schemas,
+        engine_kind(cfg.engine.name).has_grammars,
         engine_kind(cfg.engine.name).has_penalties,
     )

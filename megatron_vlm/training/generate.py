@@ -8,6 +8,7 @@ tokens of a pass, L decoder layers with experts, K experts of a token, 2 an id a
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.batches.collate import cut_micro_batches
+from megatron_vlm.data.tokens.answer_masks import unpack
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row, continue_row, place_row, prompt_parts, without_targets
 from megatron_vlm.distributed.device import to_device
@@ -83,12 +85,13 @@ class Decoder:
         """Check a request, and return a prompt that can join. Labels are ignored."""
         if n < 1:
             raise ConfigError(place="sampling", key="n", found=n, allowed="at least 1")
-        if settings.stop_strings and self.texts is None:
+        if settings.needs_texts and self.texts is None:
+            key = "stop_strings" if settings.stop_strings else "grammar"
             raise ConfigError(
                 "need the text of each answer",
                 place="sampling",
-                key="stop_strings",
-                found=settings.stop_strings,
+                key=key,
+                found=getattr(settings, key),
                 remedy="give texts, such as those that a tokenizer decodes",
             )
         placed = place_row(without_targets(row), self.stage.sizes.tokens, f"prompt {number}")
@@ -130,7 +133,7 @@ class Decoder:
                 ]
                 if not self.stage.global_max(len(passes)):
                     break
-                self._run([decode_pass for _, decode_pass in passes])
+                self._run([self._with_masks(decode_pass) for _, decode_pass in passes])
                 for batch, decode_pass in passes:
                     batch.settle(decode_pass, self._record_token)
                     if decode_pass.cache.in_prefill:
@@ -142,6 +145,14 @@ class Decoder:
         for prompt in ended:
             del self.prompts[prompt.number]
         return ended
+
+    def _with_masks(self, one: DecodePass) -> DecodePass:
+        """Begin the masks of a pass, which are computed while the stages compute it."""
+        is_held = any(draw.settings.grammar is not None for draw in one.draws)
+        if not is_held or not self.stage.grid.is_last_stage:
+            return one
+        assert self.texts is not None and self.texts.masks is not None
+        return replace(one, masks=self.texts.masks.begin(one.draws))
 
     def _record_token(self, draw: ActiveSample) -> None:
         if self.on_token is not None and draw.ids[-1] not in draw.settings.stop_ids:
@@ -212,15 +223,20 @@ class Decoder:
         for place, draw in enumerate(one.draws):
             alike.setdefault(draw.settings.picking, []).append(place)
         picked_N2 = torch.empty(len(one.draws), 2, dtype=torch.double, device=stage.device)
+        allowed_NV = None
+        if one.masks is not None:
+            allowed_NV = unpack(to_device(one.masks.result(), stage.device), logits_BV.shape[1])
         for places in alike.values():
             draws = [one.draws[place] for place in places]
             rows = to_device(torch.tensor([one.rows[place] for place in places]), stage.device)
             turns = [draw.turn for draw in draws]
+            numbers = to_device(torch.tensor(places), stage.device)
+            allowed = None if allowed_NV is None else allowed_NV[numbers]
             own_BV, penalised_BV = logits_BV[rows], None
             if any(draw.settings.needs_penalties for draw in draws):
                 penalised_BV = torch.stack(list(map(ActiveSample.penalised, draws, own_BV)))
-            picked = pick(own_BV, draws[0].settings, self.never_N, turns, penalised_BV)
-            picked_N2[to_device(torch.tensor(places), stage.device)] = picked
+            changes = penalised_BV, allowed
+            picked_N2[numbers] = pick(own_BV, draws[0].settings, self.never_N, turns, *changes)
         return picked_N2
 
 

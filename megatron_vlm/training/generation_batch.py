@@ -9,9 +9,12 @@ Shapes: B rows, V the vocabulary, v this rank's part of it with its padding, N i
 TP, 2 an id and its log-prob."""
 
 import hashlib
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.collate import collate, filler_batch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.tokens.answer_masks import AnswerMasks
 from megatron_vlm.data.tokens.completions import (
     Completion,
     Ended,
@@ -29,6 +33,7 @@ from megatron_vlm.data.tokens.completions import (
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import GroupAxis
+from megatron_vlm.errors import DataError
 from megatron_vlm.model.kv_cache import KVCache
 
 
@@ -39,6 +44,7 @@ class Texts:
     plain: TextOf  # without special tokens
     shown: TextOf | None = None  # with special tokens
     special: tuple[str, ...] = ()  # texts of the special tokens
+    masks: AnswerMasks | None = None  # for answers that are held to a grammar
 
     def of(self, string: str) -> TextOf:
         """Return the decoder for the search of a string. If a string contains a special token, it
@@ -89,13 +95,18 @@ def pick(
     never_N: Tensor,
     turns: Sequence[tuple[int, int]],
     penalised_BV: Tensor | None = None,
+    allowed_BV: Tensor | None = None,
 ) -> Tensor:
     """Pick an id for each row, none of `never_N`. Return it with its log-prob before any cut-off,
     [B, 2] in float64, which holds both exactly. The log-prob is at temperature 1, or with
     settings.tempered at that of the settings. `turns` are the seed of each row and the number of
-    its token. `penalised_BV` replaces the logits in the choice, and not in the log-prob."""
+    its token. `penalised_BV` replaces the logits in the choice, and not in the log-prob, which is
+    NaN where no id is allowed."""
     scores_BV = logits_BV if penalised_BV is None else penalised_BV
     scores_BV = scores_BV.index_fill(1, never_N, -torch.inf)
+    if allowed_BV is not None:
+        scores_BV = scores_BV.masked_fill(~allowed_BV, -torch.inf)
+        is_stuck_B = scores_BV.amax(dim=-1).isneginf()
     ids_B = scores_BV.argmax(dim=-1)  # the lowest id among equal logits
     if settings.temperature > 0:
         cuts = settings.top_k, settings.top_p, settings.min_p
@@ -104,6 +115,8 @@ def pick(
     if settings.tempered and settings.temperature > 0:
         logits_BV = logits_BV / settings.temperature
     log_probs_B = logits_BV.log_softmax(dim=-1).gather(1, ids_B[:, None])[:, 0]
+    if allowed_BV is not None:
+        log_probs_B = log_probs_B.masked_fill(is_stuck_B, torch.nan)
     return torch.stack([ids_B.double(), log_probs_B.double()], dim=-1)
 
 
@@ -151,6 +164,7 @@ class ActiveSample:
     position: int  # next position: text continues after the highest position on any axis
     prompt_ids: Tensor  # tokens of its prompt
     searches: list[StopSearch] = field(default_factory=list)  # for its stop strings
+    matcher: Any = None  # state of its grammar, on the last stage
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     ended: Ended | None = None
@@ -186,7 +200,7 @@ class ActiveSample:
 
     def end(self) -> Ended | None:
         """Return how the answer ends with its newest token, or None if it continues."""
-        if self.ids[-1] in self.settings.stop_ids:
+        if self.ids[-1] in self.settings.stop_ids or math.isnan(self.log_probs[-1]):
             return "stop"
         if any(search.found(self.ids) for search in self.searches):
             return "stop"
@@ -196,6 +210,13 @@ class ActiveSample:
     def completion(self) -> Completion:
         """The answer, after it has ended."""
         assert self.ended is not None
+        if math.isnan(self.log_probs[-1]):
+            raise DataError(
+                f"allows no token after {len(self.ids) - 1}, or needs too much work for one",
+                place="the grammar of the answer",
+                found=self.settings.grammar,
+                remedy="give a simpler one that text can meet",
+            )
         routing_SLK = None
         if self.routing:
             last_1LK = torch.full_like(self.routing[-1][:1], -1)
@@ -240,6 +261,7 @@ class DecodePass:
     cache: KVCache
     draws: Sequence[ActiveSample] = ()
     rows: Sequence[int] = ()  # row of the batch that each draw continues
+    masks: "Future[Tensor] | None" = None  # where a draw is held to a grammar
 
 
 @dataclass(frozen=True)

@@ -436,9 +436,82 @@ def test_anthropics_blocks_have_the_tokens_of_openais(ann, path: str) -> None:
     assert counted == {"input_tokens": len(prompt)}
     reply = ann.post("/v1/messages?beta=true", json=body)
     assert reply.status_code == 200 and reply.json()["usage"]["input_tokens"] == len(prompt)
-    for wrong in ({"output_config": {"format": {}}}, {"context_management": {"edits": [{}]}}):
+    for wrong in ({"output_config": {"format": {"a": 1}}}, {"context_management": {"edits": [{}]}}):
         refused = ann.post("/v1/messages", json=body | wrong)
         assert refused.status_code == 400 and next(iter(wrong)) in refused.text
+
+
+SIDE = {"type": "string", "enum": ["left", "right"]}
+SCHEMA = {"type": "object", "properties": {"side": SIDE}, "required": ["side"]}
+SCHEMA |= {"additionalProperties": False}
+TURN = [{"type": "function", "function": {"name": "turn", "parameters": SCHEMA}}]
+HELD: dict[str, dict[str, Any]] = {
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    "choice": {"guided_choice": ["left", 'a "/']},
+    "regex": {"structured_outputs": {"regex": "(left|a/)[0-9]{2}"}},
+    "call": {"tools": TURN, "tool_choice": {"type": "function", "function": {"name": "turn"}}},
+}
+
+
+def keeps(name: str, message: dict[str, Any]) -> bool:
+    """Return whether an answer keeps to what it is held to."""
+    if name == "call":
+        [call] = message["tool_calls"]
+        message = {"content": call["function"]["arguments"]}
+        assert not message["content"] or call["function"]["name"] == "turn"
+    said = message["content"]
+    if name in ("schema", "call"):
+        return json.loads(said).keys() == {"side"} and json.loads(said)["side"] in SIDE["enum"]
+    return bool(re.fullmatch("(left|a/)[0-9]{2}", said)) or said in HELD["choice"]["guided_choice"]
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_answers_keep_to_what_they_are_held_to(ann, path: str, name: str) -> None:
+    """With the model's own log-probs, whole and streamed, and the same beside others."""
+    fields = dict(temperature=1, seed=5, n=3, max_tokens=400, **HELD[name])
+    scored = dict(logprobs=True, return_token_ids=True)
+    whole = answer(ann, path, CHATS["text"], **fields, **scored)
+    model = load_reference(path)
+    for choice in whole["choices"]:
+        assert choice["masked"] and choice["finish_reason"] in ("stop", "tool_calls")
+        assert keeps(name, choice["message"])
+        drawn, prompt = choice["token_ids"], whole["prompt_token_ids"]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(drawn)[:, None])[:, 0]
+        ours = torch.tensor([each["logprob"] for each in choice["logprobs"]["content"]])
+        assert (ours - expected[: len(ours)]).abs().max() < TOLERANCE
+    assert "masked" not in answer(ann, path, CHATS["text"], max_tokens=2)["choices"][0]
+    body = {"model": path, "messages": CHATS["text"], "stream": True, **fields}
+    events = events_of(ann.post("/v1/chat/completions", json=body))
+    for place, choice in enumerate(whole["choices"]):
+        mine = [c for each in events for c in each["choices"] if c["index"] == place]
+        told = "".join(c["delta"].get("content") or "" for c in mine)
+        assert told == (choice["message"]["content"] or "") and mine[-1]["masked"]
+
+
+def test_other_routes_hold_answers(ann, path: str) -> None:
+    body = dict(model=path, max_tokens=400, messages=[{"role": "user", "content": "Where?"}])
+    held = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+    [block] = ann.post("/v1/messages", json=body | held).json()["content"]
+    assert json.loads(block["text"])["side"] in SIDE["enum"]
+    tool = {"name": "turn", "input_schema": SCHEMA}
+    for choice in (
+        {"type": "any", "disable_parallel_tool_use": True},
+        {"type": "tool", "name": "turn"},
+    ):
+        reply = ann.post(
+            "/v1/messages", json=body | {"tools": [tool], "tool_choice": choice}
+        ).json()
+        assert reply["stop_reason"] == "tool_use"
+        assert reply["content"][0]["input"]["side"] in SIDE["enum"]
+    held = {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}
+    item = ann.post("/v1/responses", json={"model": path, "input": "Where?", **held}).json()
+    [part] = item["output"][-1]["content"]
+    assert json.loads(part["text"])["side"] in SIDE["enum"]
+    fields = dict(model=path, prompt="Where?", max_tokens=9, guided_choice=["left", "right"])
+    [choice] = ann.post("/v1/completions", json=fields).json()["choices"]
+    assert choice["text"] in ("left", "right") and choice["masked"]
 
 
 def test_completions_score_their_prompts(ann, path: str) -> None:
@@ -503,6 +576,9 @@ def test_a_snapshot_answers_while_its_model_trains(
             assert counted.json()["error"]["type"] == "not_found_error"
 
 
+SLOW = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(40)]
+
+
 def said(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
@@ -524,7 +600,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     ),
     "near": ({"temprature": 1}, "temprature", "write temperature"),
     "neutral": ({"echo": True}, "echo", "give false, or leave it out"),
-    "never neutral": ({"guided_json": "a"}, "guided_json", "guided_json=a is not supported; leave"),
+    "never neutral": (
+        {"chat_template": "a"},
+        "chat_template",
+        "chat_template=a is not supported; leave",
+    ),
     "address": (
         {"messages": [said({"type": "image_url", "image_url": "http://a"})]},
         "messages[0].content[0].image_url",
@@ -554,8 +634,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "no id": ({"logit_bias": {"5000": 1}}, None, "logit_bias[0]=5000 is not one of"),
     "length": ({"min_tokens": 9, "max_tokens": 8}, None, "min_tokens=9"),
     "length and stop": ({"min_tokens": 1, "stop": "a"}, None, "0 with stop strings"),
-    "format": ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-    "choice": ({"tool_choice": "required"}, "tool_choice", "cannot be enforced"),
+    "format": ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    "schema": ({"guided_json": {"type": "colour"}}, "guided_json", "Invalid type: colour"),
+    "automata": ({"guided_json": {"allOf": SLOW}}, "guided_json", "too much work"),
+    "choices": ({"guided_choice": [f"{n:05}" for n in range(5000)]}, None, "allows no token"),
+    "choice": ({"tool_choice": "required"}, "tool_choice", "of one of []"),
+    "single": ({"tools": TOOLS, "parallel_tool_calls": False}, "tool_choice", "single call"),
     "tops": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     "room": ({"max_tokens": 10**7}, "max_tokens", "10000000"),
     "n": ({"n": 10**6}, "num_samples", "limit num_samples"),
@@ -650,8 +734,8 @@ REFUSED_ITEMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "truncation": ({"truncation": "auto"}, "truncation", "disabled"),
     "n": ({"n": 2}, "n", "1"),
     "search": ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
-    "choice": ({"tool_choice": "required"}, "tool_choice", "cannot be enforced"),
-    "format": ({"text": {"format": {"type": "json_object"}}}, "text.format", "not supported"),
+    "choice": ({"tool_choice": "required"}, "tool_choice", "of one of []"),
+    "format": ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
     "room": ({"max_output_tokens": 10**7}, "max_output_tokens", "10000000"),
     "sources": ({"include": ["file_search_call.results"]}, "include", "logprobs"),
     "bias": ({"logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),

@@ -195,6 +195,13 @@ SCHEMA = {
 }
 
 
+RETURNED: dict[str, Any] = dict(max_tokens=100, return_token_ids=True)
+
+
+def cut(reply: Any) -> bool:
+    return reply["choices"][0]["finish_reason"] == "length"
+
+
 def held_to(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
@@ -208,6 +215,14 @@ def test_answers_keep_to_a_schema(client, theirs, path: str) -> None:
     ours, other = (each["choices"][0] for each in likeliest)
     for key in ("finish_reason", "token_ids"):
         assert ours[key] == other[key]
+    for held in ({"choice": ["left", "right"]}, {"regex": "[a-c]{3}/"}):
+        both = [
+            answer(each, path, CHATS["text"], temperature=0, structured_outputs=held, **RETURNED)
+            for each in (client, theirs)
+        ]
+        assert both[0]["choices"][0]["token_ids"] == both[1]["choices"][0]["token_ids"]
+    call = answer(client, path, CHATS["text"], tools=TOOLS, tool_choice="required", max_tokens=300)
+    assert call["choices"][0]["message"]["content"] in (None, "") or cut(call)
     drawn = answer(client, path, CHATS["a picture"], temperature=1, seed=1, n=8, **fields)[
         "choices"
     ]

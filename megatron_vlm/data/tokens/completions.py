@@ -29,7 +29,6 @@ class SamplingSettings:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     tempered: bool = False  # log-probs are those at this temperature, not at 1
-    json_schema: str | None = None  # what answers are held to, by engines with `has_schemas`
     # What follows changes the distribution as vLLM does, by engines with `has_penalties`.
     min_p: float = 0.0  # sample among tokens with at least this share of the highest probability
     presence_penalty: float = 0.0  # taken from the logit of each token that the answer has
@@ -37,6 +36,9 @@ class SamplingSettings:
     repetition_penalty: float = 1.0  # divides positive logits of all tokens so far
     logit_bias: tuple[tuple[int, float], ...] = ()  # ids, and what is added to their logits
     min_tokens: int = 0  # number of tokens before which no stop id is sampled
+    # What answers are held to, by engines with `has_grammars`: json, choice, regex or grammar, and
+    # its text, as vLLM names and reads them.
+    grammar: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         temperature = self.temperature == 0 or COLDEST <= self.temperature < math.inf
@@ -74,6 +76,11 @@ class SamplingSettings:
         """True if the score of a token is not its logit, or depends on the tokens before it."""
         added = self.presence_penalty, self.frequency_penalty, self.min_tokens, self.logit_bias
         return any(added) or self.repetition_penalty != 1
+
+    @property
+    def needs_texts(self) -> bool:
+        """True if the decoder needs a tokenizer."""
+        return bool(self.stop_strings) or self.grammar is not None
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "SamplingSettings":

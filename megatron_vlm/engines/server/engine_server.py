@@ -188,7 +188,7 @@ class Server:
                 request.names.append(name)
         except Exception as error:
             self._forget_request(number)
-            if settings["json_schema"] is None or not is_mistake(error):
+            if settings["grammar"] is None or not is_mistake(error):
                 raise
             self.link.refuse(number, f"PromptError: {str(error).splitlines()[0]}")
 

@@ -1,6 +1,7 @@
 """Requests of vLLM: their parameters and prompts, their contents after vLLM's processor, samples in
 progress, and the answers that go back to the trainer."""
 
+import json
 import time
 from array import array
 from dataclasses import dataclass, field
@@ -21,7 +22,11 @@ def sampling_params(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    schema = settings["json_schema"]
+    structured = None
+    if settings["grammar"] is not None:
+        kind, content = settings["grammar"]
+        value = json.loads(content) if kind == "choice" else content
+        structured = StructuredOutputsParams(**{kind: value})
     stops = settings["stop_strings"]
     shown = any(token in stop for stop in stops for token in special)
     return SamplingParams(
@@ -36,7 +41,7 @@ def sampling_params(
         logprobs=0,
         detokenize=bool(stops),
         skip_special_tokens=not shown,
-        structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
+        structured_outputs=structured,
         logit_bias=dict(settings["logit_bias"]) | dict.fromkeys(never, float("-inf")),
         **{name: settings[name] for name in _PASSED},
         output_kind=RequestOutputKind.CUMULATIVE if streamed else RequestOutputKind.FINAL_ONLY,

@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.chat_format import (
     CallMarks,
     ChatFormat,
@@ -106,7 +106,86 @@ def _value(text: str, types: set[str]) -> Any:
         return text
 
 
-CALLS = CallMarks(_CALL, read_calls)
+_TEXT_RULES = r"""
+text[lazy]: TEXT
+TEXT: /(.|\n)*<\/parameter>/ & ~/(.|\n)*<\/?tool_call>(.|\n)*/"""
+# What a schema may have beside its type, if its values are written as they are.
+_NOTES = {"type", "title", "description", "default", "examples", "$schema"}
+_OF_OBJECTS = {"properties", "required", "additionalProperties", "$defs", "definitions"}
+
+
+def call_rules(
+    tools: Sequence[Mapping[str, Any]], template: str, symbol: Callable[[str], str]
+) -> str:
+    """Return rules in Lark for a call as a template writes it: as JSON, or Qwen3.5's as XML."""
+    is_xml = "<function=" in template
+    names, rules = [], _TEXT_RULES if is_xml else ""
+    for number, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        schema = function.get("parameters") or {"type": "object"}
+        name = function.get("name")
+        if not isinstance(name, str) or not isinstance(schema, Mapping):
+            raise DataError(key=f"tools[{number}]", found=tool, allowed="a name and parameters")
+        names.append(f"call{number}")
+        if is_xml:
+            blocks = " ".join(_parameter_rules(f"tools[{number}].parameters", schema))
+            rules += f"\ncall{number}: {_quote(_tag('function', name))} {blocks} "
+            rules += _quote(_FUNCTION_CALL_END)
+        else:
+            head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+            rules += f"\ncall{number}: {_quote(head)} %json {json.dumps(schema)} {_quote('}')}"
+    start, end = symbol(_CALL), symbol(_CALL_END)
+    return f'call: {start} "\\n" ({" | ".join(names)}) "\\n" {end}{rules}'
+
+
+def _parameter_rules(where: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a part of a rule for each parameter, in their order."""
+    _refuse_more(where, schema, _NOTES | _OF_OBJECTS)
+    required, properties = schema.get("required", []), dict(schema.get("properties", {}))
+    properties |= {name: {} for name in required if name not in properties}
+    defs = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    for name, value in properties.items():
+        block = f"{_quote(_tag('parameter', name))} {_value_rule(f'{where}.{name}', value, defs)}"
+        yield f'({block} "\\n"){"" if name in required else "?"}'
+
+
+def _value_rule(where: str, schema: Any, defs: Mapping[str, Any]) -> str:
+    end = _quote("\n" + _PARAMETER_CALL_END)
+    if "string" not in _types(schema):
+        return f"%json {json.dumps({**schema, **defs} if isinstance(schema, dict) else {})} {end}"
+    if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        return f"({' | '.join(_quote(str(each)) for each in choices)}) {end}"
+    for each in (schema, *schema.get("anyOf", ())):
+        _refuse_more(where, each, _NOTES | {"anyOf"})
+    return "text"
+
+
+def _refuse_more(where: str, schema: Mapping[str, Any], known: set[str]) -> None:
+    if more := sorted(schema.keys() - known):
+        raise DataError(
+            f"has {more[0]!r}, to which no answer in Qwen3.5's form can be held",
+            key=where,
+            remedy="leave it out, or give tool_choice=auto",
+        )
+
+
+def _tag(kind: str, name: str) -> str:
+    """Return the line that opens a block, or raise an error if `read_calls` would not find it."""
+    line = f"<{kind}={name}>\n"
+    found = (_FUNCTION if kind == "function" else _PARAMETER).fullmatch(line)
+    if found is None or found[1] != name.strip():
+        raise DataError(
+            "cannot be written in Qwen3.5's form", place="tools", key=f"the {kind}", found=name
+        )
+    return line
+
+
+def _quote(text: str) -> str:
+    """Return a text as Lark has it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+CALLS = CallMarks(_CALL, read_calls, call_rules)
 
 
 _START, _END = "<|im_start|>", "<|im_end|>"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,8 +61,10 @@ async def messages(request: Request, chats: Chats, context: Context, key: Key) -
     form = await read_form(context, request, AnthropicForm)
     if form.max_tokens is None:
         raise HttpError(400, "max_tokens: Field required")
-    question, fields = await _question(chats, key, form), form.sampling
-    prompt = question.prompt
+    question = await _question(chats, key, form)
+    prompt, is_single = question.prompt, bool(form.tool_choice.get("disable_parallel_tool_use"))
+    held = prompt.is_thinking, form.grammar, question.tools, form.tool_choice, is_single
+    fields = replace(form.sampling, grammar=await chats.hold(key, *held))
     call = await chats.begin(key, form.model, prompt.chunks, len(prompt.ids), fields)
     head: Json = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
     head["model"] = form.model

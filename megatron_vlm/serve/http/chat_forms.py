@@ -15,6 +15,7 @@ from fastapi import Request
 from pydantic import Field, ValidationInfo, field_validator
 
 from megatron_vlm.family.chat_format import ChatFormat
+from megatron_vlm.serve.http.answer_grammar import Grammar, GrammarFields, grammar_of_format
 from megatron_vlm.serve.http.chat_samples import ChatPrompt, ChatSamples, ChatTexts, SamplingFields
 from megatron_vlm.serve.http.context import AppContext
 from megatron_vlm.serve.http.request_bodies import parse_body
@@ -37,8 +38,8 @@ _SENT_ALONG = (
 # The value with which each of these fields changes nothing; null: there is none. With any other
 # value it is refused.
 _NEUTRAL: Mapping[str, Any] = json.loads("""{
-    "length_penalty": 1, "best_of": 1, "echo": false, "parallel_tool_calls": true, "suffix": "",
-    "response_format": {"type": "text"}, "modalities": ["text"], "functions": [], "documents": [],
+    "length_penalty": 1, "best_of": 1, "echo": false, "suffix": "",
+    "modalities": ["text"], "functions": [], "documents": [],
     "function_call": "auto", "stop_token_ids": [], "ignore_eos": false, "use_beam_search": false,
     "bad_words": [], "add_special_tokens": false, "skip_special_tokens": true,
     "spaces_between_special_tokens": true, "include_stop_str_in_output": false,
@@ -46,8 +47,7 @@ _NEUTRAL: Mapping[str, Any] = json.loads("""{
     "mm_processor_kwargs": {}, "mcp_servers": [],
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "audio": null, "prediction": null, "web_search_options": null, "moderation": null,
-    "allowed_token_ids": null, "structured_outputs": null, "guided_json": null,
-    "guided_choice": null, "guided_regex": null, "guided_grammar": null, "chat_template": null,
+    "allowed_token_ids": null, "chat_template": null,
     "truncate_prompt_tokens": null, "thinking_token_budget": null, "kv_transfer_params": null,
     "vllm_xargs": null, "container": null, "compaction": null, "fallbacks": null, "thread": null
 }""")
@@ -122,7 +122,7 @@ class StreamOptions(JsonForm):
     include_usage: bool = False
 
 
-class CompletionFields(ApiForm, Penalties):
+class CompletionFields(ApiForm, GrammarFields, Penalties):
     """Fields of chat completions and of completions."""
 
     n: Count = 1
@@ -165,10 +165,10 @@ class ChatForm(CompletionFields):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     tools: Objects = Field([])
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None
-    response_format: dict[str, Any] = Field({"type": "text"})
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -183,46 +183,9 @@ class ChatForm(CompletionFields):
                 problem = f"does not go with messages that end in {end}"
                 raise RequestError(problem, key=key, found=found, allowed=(right,))
 
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _choice(cls, value: Any) -> Any:
-        if value not in ("auto", "none"):
-            raise ValueError("a call cannot be enforced; give auto or none")
-        return value
-
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else self.tools
-
-    def answer_schema(self, has_schemas: bool, is_thinking: bool) -> str | None:
-        """Return the JSON schema of the answer, or None. `is_thinking`: it begins with thoughts."""
-        kind = self.response_format.get("type")
-        if kind == "text":
-            return None
-        if not has_schemas:
-            raise RequestError(
-                "is not supported by the sampler of this server",
-                key="response_format",
-                found=kind,
-                remedy="serve the model with engine.name=vllm, or leave it out",
-            )
-        wanted = self.response_format.get("json_schema")
-        schema = wanted.get("schema") if isinstance(wanted, dict) else None
-        schema = {"type": "object"} if kind == "json_object" else schema
-        if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
-            raise RequestError(
-                key="response_format",
-                found=self.response_format,
-                allowed="the type text, json_object, or json_schema with a schema",
-            )
-        if is_thinking:
-            raise RequestError(
-                "needs an answer without thoughts",
-                key="response_format",
-                found=kind,
-                remedy="give reasoning_effort=none, if the chat template can switch thoughts off",
-            )
-        return json.dumps(schema)
 
 
 class CompletionForm(CompletionFields):
@@ -276,24 +239,20 @@ class AnthropicForm(ApiForm):
 
     @field_validator("output_config")
     @classmethod
-    def _effort(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in value.keys() - {"effort"}:
+    def _output(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value.keys() - {"effort", "format"}:
             raise ValueError(f"{name[:80]} is not supported; leave it out")
         return value
 
-    @field_validator("tool_choice")
-    @classmethod
-    def _choice(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if value.get("type") not in ("auto", "none"):
-            raise ValueError("a call cannot be enforced; give the type auto or none")
-        if value.get("disable_parallel_tool_use"):
-            raise ValueError("disable_parallel_tool_use is not supported; leave it out")
-        return value
+    @property
+    def grammar(self) -> Grammar | None:
+        """Grammar that the format holds the answer to."""
+        return grammar_of_format(self.output_config.get("format"), "output_config.format")
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Tools in the form of chat completions."""
-        is_off = self.tool_choice["type"] == "none"
+        is_off = self.tool_choice.get("type") == "none"
         return [] if is_off else as_functions(self.tools, "custom", "input_schema")
 
     @property
@@ -322,6 +281,7 @@ class ChatRequest:
     stops: Sequence[str]
     num_answers: int = 1
     is_chat: bool = True  # thoughts and calls are no text
+    is_held: bool = False  # its answers are held to a grammar
 
     @staticmethod
     def of_tokens(ids: list[int], form: CompletionForm) -> "ChatRequest":

@@ -20,6 +20,12 @@ from pydantic import ValidationError
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.chat_format import ChatFormat
 from megatron_vlm.serve.http import schemas
+from megatron_vlm.serve.http.answer_grammar import (
+    Grammar,
+    check_grammar,
+    forced_tools,
+    whole_grammar,
+)
 from megatron_vlm.serve.http.context import AppContext, ResultWaiters, complaints, own_checkpoint
 from megatron_vlm.serve.http.request_bodies import HttpError
 from megatron_vlm.serve.http.sampling_routes import (
@@ -83,6 +89,11 @@ class ChatTexts(Protocol):
 
     def bytes_of(self, token: int) -> bytes: ...
 
+    def call_rules(self, tools: Sequence[Mapping[str, Any]], is_single: bool) -> str: ...
+
+    @property
+    def thoughts_rule(self) -> str: ...
+
 
 def too_long(longest: int, what: str, param: str) -> HttpError:
     """Return the error of a prompt for which the model has no room."""
@@ -133,6 +144,11 @@ class ChatPrompts:
         async with self._turns[key]:
             return await self._in_thread(self.texts.encode, text)
 
+    async def check(self, key: str, grammar: Grammar) -> None:
+        """Refuse a grammar that is wrong, or needs too much work."""
+        async with self._turns[key]:
+            await asyncio.to_thread(check_grammar, grammar)
+
     async def _in_thread(self, work: Callable[..., T], *values: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *values)
 
@@ -174,7 +190,7 @@ class SamplingFields:
     top_sample: int = 0
     prompt_log_probs: bool = False
     top_prompt: int = 0
-    json_schema: str | None = None
+    grammar: tuple[str, str] | None = None  # as in SamplingSettings
     penalties: Mapping[str, Any] = field(default_factory=dict)  # those that have an effect
     stream: bool = False
 
@@ -235,6 +251,41 @@ class ChatSamples:
         self._samplers: dict[_SamplerName, _Sampler] = {}
         self._making = asyncio.Lock()
 
+    async def hold(
+        self,
+        key: str,
+        is_thinking: bool,
+        grammar: Grammar | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: Any = "auto",
+        is_single: bool = False,
+    ) -> tuple[str, str] | None:
+        """Return what an answer is held to, from its beginning: to a grammar, or to calls of the
+        tools that must be called, or to either. `is_single`: to one call at most, as that of a
+        named tool is."""
+        forced = forced_tools(tool_choice, tools)
+        if is_single and tools and grammar is None and not forced:
+            raise RequestError(
+                ": a single call cannot be enforced where no call is",
+                key="tool_choice",
+                found=tool_choice,
+                remedy="name a tool, require any, or allow parallel calls",
+            )
+        if grammar is None and not forced:
+            return None
+        if not self.context.facts.has_grammars:
+            raise RequestError(
+                "is not supported by the sampler of this server",
+                key=grammar.field if grammar else "tool_choice",
+                remedy="serve the model with engine.name=own or vllm, or leave it out",
+            )
+        is_named = isinstance(tool_choice, Mapping) and tool_choice["type"] in ("function", "tool")
+        calls = self.texts.call_rules(forced or tools, is_single or is_named) if tools else None
+        thoughts = self.texts.thoughts_rule if is_thinking else None
+        whole = whole_grammar(grammar, calls, bool(forced), thoughts)
+        await self.prompts.check(key, whole)
+        return whole.kind, whole.text
+
     async def begin(
         self,
         key: str,
@@ -276,7 +327,7 @@ class ChatSamples:
             "prompt_logprobs": fields.prompt_log_probs,
             "topk_prompt_logprobs": fields.top_prompt,
             "stream_tokens": fields.stream,
-            "json_schema": fields.json_schema,
+            "grammar": fields.grammar,
             "penalties": fields.penalties,
         }
         content = await asyncio.to_thread(self._content, body, len(ends))

@@ -51,7 +51,7 @@ class ServerFacts:
     public_url: str | None  # the address that clients use, if it is another
     layout: str
     vocabulary: int  # number of tokens
-    has_schemas: bool = False  # answers can be held to a JSON schema
+    has_grammars: bool = False  # answers can be held to a grammar
     has_penalties: bool = True  # the sampler takes min_p, penalties, logit_bias and min_tokens
 
 

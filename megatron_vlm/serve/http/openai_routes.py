@@ -146,15 +146,17 @@ async def begin_chat(
         chats.prompts.no_thinking(form.reasoning_effort == "none") | form.chat_template_kwargs
     )
     prompt = await chats.prompts.render(key, form.messages, form.offered_tools, variables)
-    schema = form.answer_schema(context.facts.has_schemas, prompt.is_thinking)
+    tools, is_single = form.offered_tools, not form.parallel_tool_calls
+    held = prompt.is_thinking, form.grammar, tools, form.tool_choice, is_single
+    grammar = await chats.hold(key, *held)
     fields = form.sampling(
         max_tokens=form.max_completion_tokens or form.max_tokens,
         top_sample=form.top_logprobs if form.logprobs else 0,
-        json_schema=schema,
+        grammar=grammar,
         stream=form.stream and not form.logprobs,
     )
     call = await chats.begin(key, form.model, prompt.chunks, len(prompt.ids), fields)
-    return ChatRequest(prompt, form.offered_tools, form.stops, form.n), call
+    return ChatRequest(prompt, tools, form.stops, form.n, grammar is not None), call
 
 
 class _Whole:
@@ -194,6 +196,8 @@ class _Whole:
             "logprobs": self._log_probs(reply),
             "finish_reason": "tool_calls" if reply.answer.calls else reason,
         }
+        if self.question.is_held:
+            choice["masked"] = True
         if self.form.return_token_ids:
             choice["token_ids"] = reply.sampled.tokens.tolist()
         return choice
@@ -262,7 +266,8 @@ async def completions(request: Request, chats: Chats, context: Context, key: Key
         each if isinstance(each, list) else await chats.prompts.encode(key, each)
         for each in read_prompts(form.prompt, context.limits.client_samples)
     ]
-    calls = await _begun(chats, key, form, prompts)
+    grammar = await chats.hold(key, False, form.grammar)
+    calls = await _begun(chats, key, form, prompts, grammar)
     if form.is_streamed:
 
         async def drop() -> None:
@@ -313,10 +318,14 @@ async def _text_events(
 
 
 async def _begun(
-    chats: ChatSamples, key: str, form: CompletionForm, prompts: list[list[int]]
+    chats: ChatSamples,
+    key: str,
+    form: CompletionForm,
+    prompts: list[list[int]],
+    grammar: tuple[str, str] | None,
 ) -> list[Call]:
     """Queue the samples of each prompt. If one is refused, all are dropped."""
-    fields = _fields(form)
+    fields = replace(_fields(form), grammar=grammar)
     begun = await asyncio.gather(
         *(
             chats.begin(
@@ -399,6 +408,8 @@ def _continuation(
         "logprobs": None,
         "finish_reason": "stop" if reply.is_whole else "length",
     }
+    if form.grammar is not None:
+        choice["masked"] = True
     if form.return_token_ids:
         choice |= {"token_ids": sampled.tokens.tolist(), "prompt_token_ids": prompt}
     if form.logprobs is not None:

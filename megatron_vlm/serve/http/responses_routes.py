@@ -55,7 +55,7 @@ class ResponsesForm(chat_forms.CompletionFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     tools: Objects = Field([])
     tool_choice: Any = "auto"
-    parallel_tool_calls: Literal[True] = True
+    parallel_tool_calls: bool = True
     text: dict[str, Any] = Field({})
     reasoning: dict[str, Any] = Field({})
     chat_template_kwargs: dict[str, Any] = Field({})

@@ -105,6 +105,8 @@ async def asample(request: Request, context: Context, key: Key) -> Answer:
         check_sample(form, context.limits, context.facts.vocabulary)
     except RequestError as error:
         raise HttpError(422, str(error)) from error
+    if form.grammar is not None:
+        raise HttpError(422, "grammar: only the routes of chats and completions check one")
     require_sampler(context, key, form.sampling_session_id)
     new = Call(SAMPLE, form.sampling_session_id, form.seq_id, key, body)
     request_id = await context.promise(new)

@@ -319,8 +319,10 @@ class SampleForm(JsonForm):
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     record_stability_info: bool | None = None
     stream_tokens: bool = False  # the service's own: tell of tokens while they are drawn
-    json_schema: str | None = None  # the service's own: the form of the answers
-    penalties: Penalties = Penalties()  # the service's own, too
+    # The service's own, from its routes of chats: what answers are held to, as in SamplingSettings,
+    # and what changes the distribution.
+    grammar: tuple[str, str] | None = None
+    penalties: Penalties = Penalties()
 
     @field_validator("record_stability_info")
     @classmethod
