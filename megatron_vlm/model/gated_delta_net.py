@@ -122,7 +122,7 @@ class GatedDeltaMixer(MegatronModule):
         real_BS1 = cache.real_tokens(tokens)[..., None]
         given = *inputs, decay_BSV * real_BS1, beta_BSV * real_BS1
         out_BSVE, state_BVDE = self.rule(*given, state_BVDE)
-        newest_BWX = projected_SBX[-seen:].transpose(0, 1).clone()  # of all only these stay
+        newest_BWX = projected_SBX[-seen:].transpose(0, 1).clone()  # a view would keep the whole
         if not cache.before:
             newest_BWX = cache.newest_tokens(projected_SBX.transpose(0, 1), seen)
         cache.states[self.layer_number] = (newest_BWX, state_BVDE)
