@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.batches.collate import cut_micro_batches
-from megatron_vlm.data.tokens.answer_masks import unpack
+from megatron_vlm.data.tokens.answer_masks import unpack_masks
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row, continue_row, place_row, prompt_parts, without_targets
 from megatron_vlm.distributed.device import to_device
@@ -225,7 +225,9 @@ class Decoder:
         picked_N2 = torch.empty(len(one.draws), 2, dtype=torch.double, device=stage.device)
         allowed_NV = None
         if one.masks is not None:
-            allowed_NV = unpack(to_device(one.masks.result(), stage.device), logits_BV.shape[1])
+            allowed_NV = unpack_masks(
+                to_device(one.masks.result(), stage.device), logits_BV.shape[1]
+            )
         for places in alike.values():
             draws = [one.draws[place] for place in places]
             rows = to_device(torch.tensor([one.rows[place] for place in places]), stage.device)

@@ -508,7 +508,7 @@ def test_other_routes_hold_answers(ann, path: str) -> None:
     held = {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}
     item = ann.post("/v1/responses", json={"model": path, "input": "Where?", **held}).json()
     [part] = item["output"][-1]["content"]
-    assert json.loads(part["text"])["side"] in SIDE["enum"]
+    assert json.loads(part["text"])["side"] in SIDE["enum"] and item["masked"]
     fields = dict(model=path, prompt="Where?", max_tokens=9, guided_choice=["left", "right"])
     [choice] = ann.post("/v1/completions", json=fields).json()["choices"]
     assert choice["text"] in ("left", "right") and choice["masked"]
@@ -664,12 +664,11 @@ def test_a_mistake_is_named(ann, path: str, name: str) -> None:
 FIELDS: dict[type[ApiForm], tuple[str, str, str]] = {
     ChatForm: (
         "frequency_penalty logit_bias logprobs max_completion_tokens max_tokens messages model n "
-        "presence_penalty reasoning_effort response_format seed stop stream stream_options "
-        "temperature tool_choice tools top_logprobs top_p",
+        "parallel_tool_calls presence_penalty reasoning_effort response_format seed stop stream "
+        "stream_options temperature tool_choice tools top_logprobs top_p",
         "metadata prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
         "service_tier store user verbosity",
-        "audio function_call functions modalities moderation parallel_tool_calls prediction "
-        "web_search_options",
+        "audio function_call functions modalities moderation prediction web_search_options",
     ),
     CompletionForm: (
         "best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty "

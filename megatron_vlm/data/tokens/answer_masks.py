@@ -88,7 +88,7 @@ class AnswerMasks:
         return LLExecutor(THREADS)
 
 
-def unpack(masks_NW: Tensor, vocab: int) -> Tensor:
+def unpack_masks(masks_NW: Tensor, vocab: int) -> Tensor:
     """Return masks [N, V] with a boolean for each token."""
     bits = torch.arange(32, dtype=torch.int32, device=masks_NW.device)
     return (masks_NW[:, :, None] >> bits & 1).bool().flatten(1)[:, :vocab]

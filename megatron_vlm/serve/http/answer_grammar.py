@@ -15,7 +15,7 @@ from pydantic import Field
 from megatron_vlm.serve.http.schemas import JsonForm
 from megatron_vlm.serve.protocol.payloads import RequestError
 
-MAX_BYTES = 2**17  # maximum bytes of a grammar
+MAX_GRAMMAR_BYTES = 2**17  # maximum bytes of a grammar
 CHECKED = 64  # grammars whose check is remembered
 _KINDS = ("json", "choice", "regex", "grammar")  # vLLM's words
 _ANY_OBJECT = {"type": "object"}
@@ -53,8 +53,9 @@ class GrammarFields(JsonForm):
                 found.append(_read(kind, value, field))
         grammars = [each for each in found if each is not None]
         if len(grammars) > 1:
-            names = " and ".join(each.field for each in grammars)
-            raise RequestError(f": {names} exclude each other", remedy="give one of them")
+            one, other = grammars[:2]
+            problem = f"and {other.field} exclude each other"
+            raise RequestError(problem, key=one.field, remedy="give one of them")
         return grammars[0] if grammars else None
 
 
@@ -90,11 +91,19 @@ def _read(kind: str, value: Any, field: str) -> Grammar:
     return Grammar(kind, value if isinstance(value, str) else json.dumps(value), field)
 
 
-def forced_tools(choice: Any, tools: Tools) -> Tools:
-    """Return the tools of which an answer must call one, by tool_choice; none if it need not."""
+def forced_tools(choice: Any, tools: Tools, is_single: bool = False) -> Tools:
+    """Return the tools of which an answer must call one, by tool_choice; none if it need not. With
+    `is_single` nothing else limits the calls to one."""
     fields = choice if isinstance(choice, Mapping) else {"type": choice}
     kind, function = fields.get("type"), fields.get("function", fields)
     if kind in ("auto", "none"):
+        if is_single and tools:
+            raise RequestError(
+                ": a single call cannot be enforced where no call is",
+                key="tool_choice",
+                found=choice,
+                remedy="name a tool, require any, or allow parallel calls",
+            )
         return ()
     wanted = function.get("name") if isinstance(function, Mapping) else None
     names = [each.get("function", each).get("name") for each in tools]
@@ -143,8 +152,10 @@ def _rule(grammar: Grammar) -> str:
 
 def check_grammar(grammar: Grammar) -> None:
     """Refuse a grammar that is wrong, or needs too much work."""
-    if (size := len(grammar.text.encode())) > MAX_BYTES:
-        raise RequestError(f"has {size} bytes, and at most {MAX_BYTES} are read", key=grammar.field)
+    if (size := len(grammar.text.encode())) > MAX_GRAMMAR_BYTES:
+        raise RequestError(
+            f"has {size} bytes, and at most {MAX_GRAMMAR_BYTES} are read", key=grammar.field
+        )
     if fault := _fault(grammar.kind, grammar.text):
         raise RequestError(f": {fault}", key=grammar.field, remedy="give a simpler or correct one")
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from megatron_vlm.io.loopback import is_loopback_host
 from megatron_vlm.serve.http import (
     anthropic_routes,
+    completion_routes,
     openai_routes,
     responses_routes,
     run_routes,
@@ -90,6 +91,7 @@ def make_app(
         journal.end_sessions(SESSION, "the service has started again")
         for prefix in ("/v1", "/oai/api/v1"):
             app.include_router(openai_routes.router, prefix=prefix)
+            app.include_router(completion_routes.router, prefix=prefix)
             app.include_router(responses_routes.router, prefix=prefix)
         for prefix in ("/v1", "/anthropic/api/v1"):
             app.include_router(anthropic_routes.router, prefix=prefix)

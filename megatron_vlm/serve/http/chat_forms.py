@@ -31,9 +31,10 @@ from megatron_vlm.serve.protocol.payloads import RequestError, Sampled, Samples
 
 # Fields that clients send by themselves, and that change no answer here.
 _SENT_ALONG = (
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_options "
-    "prompt_cache_retention verbosity cache_control cache_salt priority request_id inference_geo "
-    "speed diagnostics user_profile_id workspace_id billing_policy betas anthropic_version"
+    "user metadata store max_tool_calls service_tier safety_identifier prompt_cache_key "
+    "prompt_cache_options prompt_cache_retention verbosity cache_control cache_salt priority "
+    "request_id inference_geo speed diagnostics user_profile_id workspace_id billing_policy betas "
+    "anthropic_version"
 )
 # The value with which each of these fields changes nothing; null: there is none. With any other
 # value it is refused.

@@ -1,6 +1,5 @@
-"""Prompts and samples of chats, for OpenAI's and Anthropic's routes. The front process
-has a tokenizer to render them. Each request of a client becomes one sampling request, with the same
-keys, limits, turns and engines."""
+"""Prompts and samples of chats, for OpenAI's and Anthropic's routes. The front process renders
+chats. Each request of a client becomes one sampling request, with the same keys and limits."""
 
 import asyncio
 import json
@@ -263,14 +262,7 @@ class ChatSamples:
         """Return what an answer is held to, from its beginning: to a grammar, or to calls of the
         tools that must be called, or to either. `is_single`: to one call at most, as that of a
         named tool is."""
-        forced = forced_tools(tool_choice, tools)
-        if is_single and tools and grammar is None and not forced:
-            raise RequestError(
-                ": a single call cannot be enforced where no call is",
-                key="tool_choice",
-                found=tool_choice,
-                remedy="name a tool, require any, or allow parallel calls",
-            )
+        forced = forced_tools(tool_choice, tools, is_single and grammar is None)
         if grammar is None and not forced:
             return None
         if not self.context.facts.has_grammars:

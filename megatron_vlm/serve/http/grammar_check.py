@@ -13,8 +13,8 @@ MEMORY = 4 * 2**30
 SYMBOLS = 50_000
 
 
-def main() -> None:
-    """Write an error, or nothing."""
+def write_fault() -> None:
+    """Write what is wrong with the grammar, or nothing."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.setitimer(signal.ITIMER_PROF, WORK_S)  # it ends the process
     text = sys.stdin.buffer.read().decode()
@@ -27,4 +27,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_fault()

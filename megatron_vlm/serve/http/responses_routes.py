@@ -230,6 +230,8 @@ class _Response:
         entries = log_prob_entries(self._texts, reply) if self._form.has_log_probs else []
         body["output"] = self._items(reply.answer, entries)
         body["output"][-1]["status"] = body["status"]
+        if self._question.is_held:
+            body["masked"] = True
         if not is_whole:
             body["incomplete_details"] = {"reason": "max_output_tokens"}
         prompt, ids = self._question.prompt.ids, reply.sampled.tokens.tolist()
