@@ -221,7 +221,7 @@ def walk(texts: TokenizerTexts, grammar: Grammar, rng: Random) -> str:
 def test_calls_come_back_as_they_were_forced(texts_of, is_xml: bool, is_thinking: bool) -> None:
     texts, rng, seen = texts_of(is_xml), Random(3), set()
     thoughts = texts.thoughts_rule if is_thinking else None
-    for number in range(16):
+    for number in range(24):
         calls = texts.call_rules(TOOLS, is_single=number % 2 == 0)
         grammar = whole_grammar(None, calls, True, thoughts)
         text = walk(texts, grammar, rng)
