@@ -6,7 +6,7 @@ places.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,8 @@ class ScaledDecoderLayer(DecoderLayer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
+        # Megatron's enables gradients, so that a recomputed layer's norms would keep their inputs.
+        self.bias_dropout_add_exec_handler = nullcontext
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         hidden_SBH, features = super().forward(*args, **kwargs)

@@ -121,7 +121,8 @@ class GatedDeltaMixer(MegatronModule):
         # Padding neither decays a state nor is written into it.
         real_BS1 = cache.real_tokens(tokens)[..., None]
         given = *inputs, decay_BSV * real_BS1, beta_BSV * real_BS1
-        out_BSVE, state_BVDE = self.rule(*given, state_BVDE)
+        begun = () if state_BVDE is None else (state_BVDE,)
+        out_BSVE, state_BVDE = self.rule(*given, *begun)
         newest_BWX = projected_SBX[-seen:].transpose(0, 1).clone()  # a view would keep the whole
         if not cache.before:
             newest_BWX = cache.newest_tokens(projected_SBX.transpose(0, 1), seen)
