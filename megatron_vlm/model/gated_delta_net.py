@@ -112,16 +112,15 @@ class GatedDeltaMixer(MegatronModule):
         if cache is None:
             *inputs, gate_BSX, decay_BSV, beta_BSV = self._inputs(projected_SBX)
             return self.rule(*inputs, decay_BSV, beta_BSV)[0], gate_BSX
-        seen, tokens, state_BVDE = self.conv1d.shape[-1] - 1, len(projected_SBX), None
+        seen, tokens, begun = self.conv1d.shape[-1] - 1, len(projected_SBX), list[Tensor]()
         if cache.before:  # the convolution reaches back into the pass before
-            seen_BWX, state_BVDE = cache.states[self.layer_number]
+            seen_BWX, *begun = cache.states[self.layer_number]
             projected_SBX = torch.cat([seen_BWX.transpose(0, 1), projected_SBX])
         every = [each[:, -tokens:] for each in self._inputs(projected_SBX)]
         *inputs, gate_BSX, decay_BSV, beta_BSV = every
         # Padding neither decays a state nor is written into it.
         real_BS1 = cache.real_tokens(tokens)[..., None]
         given = *inputs, decay_BSV * real_BS1, beta_BSV * real_BS1
-        begun = () if state_BVDE is None else (state_BVDE,)
         out_BSVE, state_BVDE = self.rule(*given, *begun)
         newest_BWX = projected_SBX[-seen:].transpose(0, 1).clone()  # a view would keep the whole
         if not cache.before:

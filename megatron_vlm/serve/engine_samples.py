@@ -279,7 +279,7 @@ class EngineSampling:
         except Exception as error:  # also if the engine has failed for good: the service goes on
             failure = self._failure(error)
             if ask.settings.grammar is not None and isinstance(error, DataError):
-                failure = Failure(f"{error}", "user")
+                failure = Failure(str(error), "user")
             self._finish(call, failure)
             return
         ask = replace(ask, answers=tuple(answers))

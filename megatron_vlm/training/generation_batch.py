@@ -270,19 +270,18 @@ class Prefill:
     several in one pass. Each prompt has one row, for any number of answers."""
 
     prompts: Sequence[Prompt]
-    left: deque[MicroBatch]  # passes to come
+    left: deque[Sequence[Row]]  # rows of the passes to come
     cache: KVCache
 
     @staticmethod
     def of(prompts: Sequence[Prompt], device: torch.device) -> "Prefill":
         """Return the prefill of these prompts."""
         passes = zip(*(prompt.parts for prompt in prompts), strict=True)
-        batches = (collate(rows, range(len(prompts))) for rows in passes)
-        return Prefill(prompts, deque(batches), KVCache([], device))
+        return Prefill(prompts, deque(passes), KVCache([], device))
 
     def next_pass(self) -> DecodePass:
         """Return the next pass. The last one draws the first tokens."""
-        batch = self.left.popleft()
+        batch = collate(self.left.popleft(), range(len(self.prompts)))
         self.cache.extend(batch.lengths)
         if self.left:
             return DecodePass(batch, self.cache)

@@ -343,9 +343,8 @@ def prompt_parts(row: Row, size: int, tokens: Tokens) -> list[Row]:
         if (grid := getattr(row, grid_name)) is not None:
             counts = F.pad((row.ids_S == token).cumsum(0), (1, 0)) * tokens.merge**2
             can_end &= torch.isin(counts, F.pad(grid.prod(1).cumsum(0), (1, 0)))
-    ends = [0]
+    ends, places = [0], can_end.nonzero()[:, 0]
     while ends[-1] < len(row.ids_S):
-        places = can_end.nonzero()[:, 0]
         within = places[(places > ends[-1]) & (places <= ends[-1] + size)]
         ends.append(int(within[-1] if len(within) else places[places > ends[-1]][0]))
     return [
