@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import layers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -146,13 +148,14 @@ def as_on_a_gpu() -> ExitStack:
         tower_attention: {"attend_in_frames": attend_in_frames},
         gemma_tower: {"attend_in_frames": attend_in_frames},
         experts: {"times": once(_times)},
-        build: {
-            "add_product": add_product,
-            "choose_delta_rule": lambda *_: delta_rule,
-            "compiles": lambda *_: True,
+        # An earlier case of this process may have given Megatron the function itself.
+        layers: {
+            "fused_weight_gradient_mlp_cuda": SimpleNamespace(wgrad_gemm_accum_fp32=add_product),
+            "_grad_accum_fusion_available": True,
         },
+        build: {"choose_delta_rule": lambda *_: delta_rule, "compiles": lambda *_: True},
     }.items():
-        stack.enter_context(mock.patch.multiple(owner, **new))
+        stack.enter_context(mock.patch.multiple(owner, create=owner is layers, **new))
     return stack
 
 
