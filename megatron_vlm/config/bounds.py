@@ -69,8 +69,7 @@ def check_bounds(settings: Any, prefix: str = "") -> None:
 
 
 def violated_range(kind: Any, value: Any) -> Range | None:
-    """Return the first range of a type that a number of the value is not in, or None. A tuple has
-    nothing but numbers."""
+    """Return the first range of a type that a number of the value is not in, or None."""
     is_tuple = get_origin(kind) is tuple and isinstance(value, tuple)
     numbers = value if is_tuple else [*_numbers(value)]
     outside = (r for r in ranges_of(kind) if any(number not in r for number in numbers))

@@ -3,8 +3,9 @@
 The comment after a key is its description in docs/configuration.md (scripts/make_config_docs.py).
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, get_type_hints
 
 from omegaconf import MISSING
@@ -34,6 +35,7 @@ from megatron_vlm.config.objective_configs import (
     PreferenceConfig,
     RerankConfig,
 )
+from megatron_vlm.errors import ConfigError
 
 # Value of engine.name and teacher.engine: the ranks themselves, and no engine.
 OWN = "own"
@@ -416,3 +418,15 @@ def get(cfg: Any, key: str) -> Any:
     for name in key.split("."):
         cfg = getattr(cfg, name)
     return cfg
+
+
+def check_of(errors_in: Callable[[Any], Iterator[ConfigError]]) -> Callable[[Any], None]:
+    """Make a check of a configuration from the errors that are in it. The first one is raised, and
+    its key gets its value; an error that shows no value is raised inside."""
+
+    @wraps(errors_in)
+    def check(cfg: Any) -> None:
+        for error in errors_in(cfg):
+            raise ConfigError(**error.fields() | {"found": get(cfg, error.key)})
+
+    return check

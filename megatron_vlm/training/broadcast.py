@@ -28,8 +28,7 @@ _FACTS = ("lengths", "rows", "target_shapes")
 
 
 def share_json(value: Any, grid: RankGroups) -> Any:
-    """Send the loading rank's JSON value, or its DataError, to every rank of the replica. A
-    collective."""
+    """Send the loading rank's JSON value, or its DataError, to its replica. A collective."""
     failed = isinstance(value, DataError)
     message = {"error": str(value)} if failed else {"value": value}
     received = broadcast_json(message, grid.leader, grid.replica_hosts)
@@ -46,8 +45,7 @@ def share_bytes(data: bytes | None, grid: RankGroups) -> bytes:
 def share_batch(
     local_batch: tuple[list[MicroBatch], Any] | None, grid: RankGroups, device: torch.device
 ) -> tuple[list[MicroBatch], Any]:
-    """Send the loading rank's micro-batches, and a JSON value with them, to every rank of the
-    replica. A collective."""
+    """Send the loading rank's micro-batches and a JSON value to its replica. A collective."""
     if grid.replica.size == 1:
         assert local_batch is not None
         return local_batch
@@ -75,8 +73,7 @@ def share_batch(
 
 
 def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
-    """Pack the fields that the host of each rank needs into one message, but only the shapes and
-    types of patches."""
+    """Pack the fields that hosts need into one message; of patches only shapes and types."""
     fields: dict[str, Field] = {}
     frames = []
     for number, batch in enumerate(batches):

@@ -111,7 +111,7 @@ def test_a_large_batch_is_planned_in_another_process(dataset, expected, tiny, mo
         raise AssertionError("planned in the process that trains")
 
     monkeypatch.setattr(loading, "PLANNED_APART", 8)
-    monkeypatch.setattr(loading, "plan_batch", planned_here)
+    monkeypatch.setattr(loading.balance, "plan_batch", planned_here)
     start = expected[1][1]
     assert load(dataset[0], tiny(), dataset[1], 2, start, num_workers=1) == expected[2:]
     with pytest.raises(AssertionError, match="planned in the process that trains"):

@@ -11,14 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.batches.balance import (
-    Limits,
-    Plan,
-    RowSize,
-    padded_tokens,
-    plan_batch,
-    repeated_visuals,
-)
+from megatron_vlm.data.batches import balance
 from megatron_vlm.data.batches.collate import (
     collate,
     collate_examples,
@@ -63,13 +56,13 @@ class BatchFigures:
     shared_patches: int = 0  # patches that an earlier row of the same micro-batch has, too
 
     @staticmethod
-    def from_plan(sizes: list[RowSize], plan: Plan) -> "BatchFigures":
+    def from_plan(sizes: list[balance.RowSize], plan: balance.Plan) -> "BatchFigures":
         groups = ([sizes[row] for row in group] for share in plan for group in share)
-        repeated = [each for group in groups for each in repeated_visuals(group)]
+        repeated = [each for group in groups for each in balance.repeated_visuals(group)]
         return BatchFigures(
             samples=len(sizes),
             tokens=sum(size.tokens for size in sizes),
-            padded=padded_tokens(plan, sizes),
+            padded=balance.padded_tokens(plan, sizes),
             images=sum(size.images for size in sizes),
             work=sum(size.cost for size in sizes) - sum(each.cost for each in repeated),
             patches=sum(size.patches for size in sizes),
@@ -166,7 +159,7 @@ class Loader:
     data: SampleSource
     cfg: DataConfig
     batch_size: int  # samples of the global batch
-    limits: Limits
+    limits: balance.Limits
     replica: Replica = Replica()
     start: Position = field(default_factory=Position)
     epochs: float = float("inf")
@@ -202,7 +195,7 @@ class Loader:
         """Yield the tasks of this replica, epoch after epoch."""
         position = self.start
         while position.epoch < self.epochs:
-            batch: list[tuple[Any, RowSize]] = []
+            batch: list[tuple[Any, balance.RowSize]] = []
             for handle, size, after in self.data.epoch(position):
                 batch.append((handle, size))
                 if len(batch) == self.batch_size:
@@ -212,9 +205,9 @@ class Loader:
             if batch:  # The last batch of an epoch may be smaller, since no row comes twice.
                 yield from self._step(batch, position)
 
-    def _step(self, batch: list[tuple[Any, RowSize]], after: Position) -> Iterator[_Task]:
+    def _step(self, batch: list[tuple[Any, balance.RowSize]], after: Position) -> Iterator[_Task]:
         sizes = [size for _, size in batch]
-        plan = plan_batch(sizes, self.replica.count, self.limits)
+        plan = balance.plan_batch(sizes, self.replica.count, self.limits)
         figures, groups = BatchFigures.from_plan(sizes, plan), plan[self.replica.rank]
         for number, group in enumerate(groups or [[]]):
             handles = tuple(batch[row][0] for row in group)
