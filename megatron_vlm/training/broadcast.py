@@ -2,8 +2,9 @@
 they need.
 
 Tokens, targets and positions go to every rank of the replica, together with grids and the values
-and weights of the loss: to its host, in one message for a step. Pixels, still as bytes, go only to
-the tensor parallel ranks of stage 0, from device to device.
+and weights of the loss: to its host, in one message for a step. Pixels, still as bytes, and the
+other inputs of their patches go only to the tensor parallel ranks of stage 0, from device to
+device.
 """
 
 from collections.abc import Sequence
@@ -62,10 +63,16 @@ def share_batch(
             _, tensors = fields.get(f"{number} {name}", (False, [None]))
             parts[name] = tensors[0]
         batch = None if local_batch is None else local_batch[0][number]
-        for name in GRID_OF if grid.first else ():
-            local_patches = None if batch is None else getattr(batch, name)
-            parts[name] = _share_patches(frame[name], local_patches, grid, device)
-        if not grid.first:
+        if grid.first:
+            for name in GRID_OF:
+                local = None if batch is None else getattr(batch, name)
+                parts[name] = _share_patches(frame[name], local, grid, device)
+            given = {} if batch is None else batch.patch_inputs
+            parts["patch_inputs"] = {
+                name: _share_patches(kind, given.get(name), grid, device)
+                for name, kind in frame["patch_inputs"].items()
+            }
+        else:
             parts |= dict.fromkeys((*_OF_FIRST, *GRID_OF))
         parts["visual"] = frame["visual"]
         received.append(MicroBatch(**parts))
@@ -85,12 +92,17 @@ def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
                 fields[f"{number} {table} {name}"] = (False, [tensor])
         for name in GRID_OF:
             tensor = getattr(batch, name)
-            frame[name] = None if tensor is None else (list(tensor.shape), dtype_name(tensor.dtype))
+            frame[name] = None if tensor is None else _kind(tensor)
+        frame["patch_inputs"] = {name: _kind(each) for name, each in batch.patch_inputs.items()}
         for name in _ON_HOST:
             if (tensor := getattr(batch, name)) is not None:
                 fields[f"{number} {name}"] = (False, [tensor])
         frames.append(frame)
     return pack(fields, {"frames": frames, "extra": extra})
+
+
+def _kind(tensor: Tensor) -> tuple[list[int], str]:
+    return list(tensor.shape), dtype_name(tensor.dtype)
 
 
 def _share_patches(

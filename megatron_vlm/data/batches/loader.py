@@ -5,7 +5,7 @@ counting."""
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -118,7 +118,8 @@ class _Decoded:
             return task, (filler_batch(), filler_batch()), tuple(errors)
         if self.data.reader.kind in ("chat", "prompt"):
             rows = [row for [row] in examples.values()]
-            return task, (collate(rows, list(examples)), None), tuple(errors)
+            batch = self._planned(collate(rows, list(examples)))
+            return task, (batch, None), tuple(errors)
         return task, self._rated(task, examples), tuple(errors)
 
     def _rated(self, task: _Task, examples: Mapping[int, list[Row]]) -> _Outcome:
@@ -130,7 +131,7 @@ class _Decoded:
         }
         known = {place: self.data.reference(handles[place]) for place in examples}
         reference = {place: values for place, values in known.items() if values is not None}
-        batch = collate_examples(examples, rejected, reference or None)
+        batch = self._planned(collate_examples(examples, rejected, reference or None))
         if not task.partners:
             return batch, None
         partners = dict(zip(task.places, task.partners, strict=True))
@@ -139,7 +140,13 @@ class _Decoded:
             place: mismatched_rows(rows, self.data.example(partners[place]), tokens)
             for place, rows in examples.items()
         }
-        return batch, collate_examples(others, rejected)
+        return batch, self._planned(collate_examples(others, rejected))
+
+    def _planned(self, batch: MicroBatch) -> MicroBatch:
+        """Return the batch with what the tower reads of each patch, so that no step computes it."""
+        if not len(grid_I3 := batch.grid_I3):
+            return batch
+        return replace(batch, patch_inputs=self.data.reader.patch_inputs(grid_I3))
 
 
 @dataclass

@@ -5,6 +5,7 @@ Shapes: F frames, P patches, C values of a patch, 2 the axes x, y."""
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from megatron_vlm.family.gemma4.layer_kinds import (
     UnscaledAttention,
 )
 from megatron_vlm.family.gemma4.tiny import TINY
-from megatron_vlm.family.gemma4.tower import empty_tower, tower_inputs
+from megatron_vlm.family.gemma4.tower import empty_tower, patch_inputs
 from megatron_vlm.family.gemma4.videos import Gemma4Videos
 from megatron_vlm.family.video_plan import Grid
 
@@ -149,7 +150,7 @@ def gemma4_sizes(config: PretrainedConfig) -> spec.ModelSizes:
         block_values=3 * width + 4 * query + 4 * vision.intermediate_size,
         fp32_values=8 * width + 5 * query,
         merger_values=(2 * width + text.hidden) // vision.pooling_kernel_size**2,
-        inputs=tower_inputs,
+        patch_inputs=partial(patch_inputs, merge=vision.pooling_kernel_size),
     )
     ids, audio = (config.image_token_id, config.video_token_id), config.audio_token_id
     pixels = (vision_sizes.patch_values, LARGEST_PIXEL)

@@ -17,7 +17,6 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.initialization import no_init_weights
 from transformers.vision_utils import (
-    get_vision_cu_seqlens,
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
 )
@@ -108,6 +107,8 @@ def model_sizes(
     """Return the sizes of a model with this decoder, from checked fields."""
     vision = config.vision_config
     deepstack = len(_deepstack_blocks(vision))
+    # Hugging Face's own module names the tensors. Its weights are not allocated.
+    tower = _empty_tower(config, make_tower, torch.device("meta"))
     out, merge = vision.out_hidden_size, vision.spatial_merge_size
     vision_sizes = spec.VisionSizes(
         depth=vision.depth,
@@ -122,7 +123,13 @@ def model_sizes(
         deepstack=deepstack,
         block_values=2 * vision.intermediate_size + 9 * vision.hidden_size,
         merger_values=(1 + deepstack) * (3 * vision.hidden_size + out // merge**2),
-        inputs=tower_inputs,
+        patch_inputs=partial(
+            patch_inputs,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            merge=merge,
+        ),
     )
     tokens = spec.Tokens(
         text.vocab,
@@ -132,8 +139,6 @@ def model_sizes(
         mrope_positions,
         patch_values=vision_sizes.patch_values,
     )
-    # Hugging Face's own module names the tensors. Its weights are not allocated.
-    tower = _empty_tower(config, make_tower, torch.device("meta"))
     tensors = spec.tower_tensors(tower, HF_NAMES.vision, _MARKS, "pos_embed.weight")
     tied = bool(config.tie_word_embeddings)
     return spec.ModelSizes.from_parts(text, vision_sizes, tokens, tied, tensors, HF_NAMES)
@@ -183,25 +188,18 @@ def build_tower(
     return built
 
 
-def tower_inputs(tower: nn.Module, grid_I3: Tensor) -> tuple[spec.TowerInputs, spec.TowerInputs]:
-    """Compute the inputs that `Qwen3VLVisionModel.forward` would otherwise make from the grids.
-    Each number that it reads from a grid on the device would make the host wait, some of them in
-    every block."""
-    vision_tower: Any = tower
+def patch_inputs(
+    grid_I3: Tensor, num_grid_per_side: int, mode: str, align_corners: bool, merge: int
+) -> dict[str, Tensor]:
+    """Compute what `Qwen3VLVisionModel.forward` would otherwise make of the grids for each patch,
+    from the sizes of its table of positions."""
     indices_P4, weights_P4 = get_vision_interpolation_indices_and_weights(
-        grid_I3,
-        num_grid_per_side=vision_tower.num_grid_per_side,
-        mode=vision_tower.interpolation_mode,
-        align_corners=vision_tower.interpolation_align_corners,
-        spatial_merge_size=vision_tower.config.spatial_merge_size,
+        grid_I3, num_grid_per_side, mode, align_corners, spatial_merge_size=merge
     )
-    starts = get_vision_cu_seqlens(grid_I3)
-    on_host = {"grid_thw": grid_I3, "cu_seqlens": starts, "lengths": starts.diff().tolist()}
-    return on_host, {
-        "starts": starts,
+    return {
         "interp_indices": indices_P4,
         "interp_weights": weights_P4,
-        "position_ids": get_vision_position_ids(grid_I3, vision_tower.spatial_merge_size),
+        "position_ids": get_vision_position_ids(grid_I3, merge),
     }
 
 
