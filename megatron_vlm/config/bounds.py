@@ -40,6 +40,7 @@ class Range:
 
 Count = Annotated[int, Range(0)]
 Natural = Annotated[int, Range(1)]
+DraftTokens = Annotated[int, Range(0, 4)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Port = Annotated[int, Range(0, 65535)]
 NsSteps = Annotated[int, Range(1, 99)]  # torch.optim.Muon's

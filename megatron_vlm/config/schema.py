@@ -16,6 +16,7 @@ from megatron_vlm.config.bounds import (
     AboveZero32,
     Count,
     Decay,
+    DraftTokens,
     FailedReward,
     FrameCount,
     Minutes,
@@ -327,6 +328,7 @@ class EngineConfig:
     max_len: Natural | None = None  # tokens of a row; null: what a step of rl has; serve: 32768
     pictures: Natural | None = None  # maximum images per row; null: as in prompt, + 1 a turn
     videos: Count = 0  # maximum videos of a prompt
+    draft_tokens: DraftTokens = 0  # tokens a round that the model's MTP head drafts
     options: dict[str, Any] = field(
         default_factory=dict
     )  # settings of this engine alone: EngineArgs of vLLM

@@ -277,7 +277,7 @@ class RunLog:
         """Log the samples of a step before its other figures: the terminal shows one line."""
         self._write(figures)
         parts = [f"{figures.answer_tokens:.1f} tokens", f"{figures.sampling_s:.1f} s of sampling"]
-        for name in ("apart", "seen", "kl", "teacher_kl", "reward"):
+        for name in ("apart", "accepted", "seen", "kl", "teacher_kl", "reward"):
             if (value := getattr(figures, name)) is not None:
                 parts.insert(0, f"{name} {value:.{4 if name == 'reward' else 2}g}")
         self.learnt = parts

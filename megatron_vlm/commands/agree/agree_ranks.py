@@ -81,7 +81,11 @@ def compare_all(
         tuple(
             prompt
             if answer is None
-            else replace(prompt, tokens=token_pairs(answer.ids, answer.log_probs, next(scores)))
+            else replace(
+                prompt,
+                tokens=token_pairs(answer.ids, answer.log_probs, next(scores)),
+                accepted=answer.accepted,
+            )
             for prompt, answer in answered
         ),
     )
