@@ -104,6 +104,15 @@ def too_long(longest: int, what: str, param: str) -> HttpError:
     )
 
 
+def _beyond_sampler(field: str, **found: Any) -> RequestError:
+    return RequestError(
+        "is not supported by the sampler of this server",
+        key=field,
+        **found,
+        remedy="serve the model with engine.name=own or vllm, or leave it out",
+    )
+
+
 class ChatPrompts:
     """Maker of prompts. The tokenizer serves one thread at a time, and each key waits for it with
     one request at most, so that none keeps the others waiting."""
@@ -166,13 +175,6 @@ SESSION = "chat routes"  # display name of the sessions
 IDLE_S = 3600.0  # a session ends after this time without a request
 POLL_S = 1.0  # how often the connection of a waiting client is checked
 _SamplerName: TypeAlias = tuple[str, str, Path | None]  # key, path and folder
-
-
-class ClientGoneError(HttpError):
-    """The client has closed its connection, so that nobody reads this."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client has closed its connection")
 
 
 @dataclass(frozen=True)
@@ -266,11 +268,7 @@ class ChatSamples:
         if grammar is None and not forced:
             return None
         if not self.context.facts.has_grammars:
-            raise RequestError(
-                "is not supported by the sampler of this server",
-                key=grammar.field if grammar else "tool_choice",
-                remedy="serve the model with engine.name=own or vllm, or leave it out",
-            )
+            raise _beyond_sampler(grammar.field if grammar else "tool_choice")
         is_named = isinstance(tool_choice, Mapping) and tool_choice["type"] in ("function", "tool")
         calls = self.texts.call_rules(forced or tools, is_single or is_named) if tools else None
         thoughts = self.texts.thoughts_rule if is_thinking else None
@@ -293,12 +291,7 @@ class ChatSamples:
             raise too_long(self.longest, asked, "max_tokens")
         if fields.penalties and not self.context.facts.has_penalties:
             name, value = next(iter(fields.penalties.items()))
-            raise RequestError(
-                "is not supported by the sampler of this server",
-                key=name,
-                found=value,
-                remedy="serve the model with engine.name=vllm or own, or leave it out",
-            )
+            raise _beyond_sampler(name, found=value)
         sampler = await self._sampler(key, model)
         ends = self.texts.ends if fields.stops else ()
         body = {
@@ -372,7 +365,7 @@ class ChatSamples:
             if waiters.closed:
                 raise HttpError(503, "the server stops")
             if await request.is_disconnected():
-                raise ClientGoneError
+                raise HttpError(499, "the client has closed its connection")  # nobody reads it
             yield self.pieces.of(call)
         if result.outcome is None:
             raise HttpError(503, "the result is no longer kept")
