@@ -62,35 +62,22 @@ class ChatPrompt:
 class ChatTexts(Protocol):
     """The tokenizer and the chat template, for the routes of chats."""
 
-    @property
-    def ends(self) -> Sequence[str]: ...  # tokens that end an answer
-
-    @property
-    def chat_format(self) -> ChatFormat: ...
-
-    @property
-    def has_switch(self) -> bool: ...  # thinking can be switched off
+    ends: tuple[str, ...]  # tokens that end an answer
+    chat_format: ChatFormat
+    has_switch: bool  # thinking can be switched off
 
     def convert_pictures(self, messages: Sequence[Mapping[str, Any]]) -> None: ...
-
     def prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
     ) -> ChatPrompt: ...
-
     def encode(self, text: str) -> list[int]: ...
-
     def text(self, ids: Sequence[int]) -> str: ...
-
     def growing(self) -> Callable[[Sequence[int]], str]: ...
-
     def bytes_of(self, token: int) -> bytes: ...
-
     def call_rules(self, tools: Sequence[Mapping[str, Any]], is_single: bool) -> str: ...
-
-    @property
     def thoughts_rule(self) -> str: ...
 
 
@@ -271,7 +258,7 @@ class ChatSamples:
             raise _beyond_sampler(grammar.field if grammar else "tool_choice")
         is_named = isinstance(tool_choice, Mapping) and tool_choice["type"] in ("function", "tool")
         calls = self.texts.call_rules(forced or tools, is_single or is_named) if tools else None
-        thoughts = self.texts.thoughts_rule if is_thinking else None
+        thoughts = self.texts.thoughts_rule() if is_thinking else None
         whole = whole_grammar(grammar, calls, bool(forced), thoughts)
         await self.prompts.check(key, whole)
         return whole.kind, whole.text

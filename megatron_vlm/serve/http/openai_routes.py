@@ -176,11 +176,10 @@ class _Whole:
     def choice(self, index: int, reply: Reply) -> Json:
         """Return the fields of a choice that belong to its end."""
         reason = "stop" if reply.is_whole else "length"
-        choice: Json = {
-            "index": index,
-            "logprobs": self._log_probs(reply),
-            "finish_reason": "tool_calls" if reply.answer.calls else reason,
-        }
+        reason = "tool_calls" if reply.answer.calls else reason
+        choice: Json = {"index": index, "logprobs": None, "finish_reason": reason}
+        if self.form.logprobs:
+            choice["logprobs"] = {"content": log_prob_entries(self.texts, reply)}
         if self.question.is_held:
             choice["masked"] = True
         if self.form.return_token_ids:
@@ -209,9 +208,6 @@ class _Whole:
     def end(self, index: int, reply: Reply) -> str:
         """Return the last event of a choice."""
         return self.chunk({**self.choice(index, reply), "delta": {}})
-
-    def _log_probs(self, reply: Reply) -> Json | None:
-        return {"content": log_prob_entries(self.texts, reply)} if self.form.logprobs else None
 
 
 async def _chat_events(whole: _Whole, growing: GrowingReplies) -> AsyncIterator[str]:
