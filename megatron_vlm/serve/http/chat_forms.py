@@ -146,18 +146,23 @@ class CompletionFields(ApiForm, GrammarFields, Penalties):
         return SamplingFields(**own | more)
 
 
-class ChatForm(CompletionFields):
+class ToolFields(CompletionFields):
+    """Fields of chat completions and of Responses."""
+
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    tools: Objects = Field([])
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+
+class ChatForm(ToolFields):
     """Body of chat/completions."""
 
     messages: Any
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    tools: Objects = Field([])
-    tool_choice: Any = "auto"
-    parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
