@@ -253,7 +253,8 @@ def write_replay(
         {"grid": media.grid, "dtype": "float32", "shape": list(media.patches_PC.shape)}
         for media in seen.images
     ]
-    one = {"ids": answer.ids, "log_probs": answer.log_probs, "ended": answer.ended, "versions": []}
+    one = dict(ids=answer.ids, log_probs=answer.log_probs, ended=answer.ended, versions=[])
+    one["accepted"] = []
     replies = {
         "inspect": {"ids": seen.ids, "image": images, "video": [], "vllm": "0.0"},
         "sample": {"samples": [one]},
