@@ -26,6 +26,13 @@ def check_rl(cfg: Config) -> None:
     require_supervised(cfg, "megatron-vlm rl learns from rewards")
     rl = cfg.rl
     _check_rewards(cfg)
+    if rl.agent is not None and cfg.teacher.view is not None:
+        raise ConfigError(
+            "shows a teacher another prompt, and an agent makes its prompts by itself",
+            key="teacher.view",
+            found=cfg.teacher.view,
+            remedy="leave it out",
+        )
     _check_target("rl.reward", rl.reward)
     _check_target("rl.environment", rl.environment)
     _check_target("teacher.view", cfg.teacher.view)
@@ -75,9 +82,9 @@ def require_supervised(cfg: Config, why: str) -> None:
 
 def _check_rewards(cfg: Config) -> None:
     rl = cfg.rl
-    count = (rl.reward is not None) + (rl.environment is not None)
-    is_neither = count == 0
-    if count == 2 or (is_neither and cfg.teacher.path is None):
+    judges = [each for each in (rl.reward or rl.agent, rl.environment) if each is not None]
+    is_neither = not judges
+    if len(judges) == 2 or (is_neither and cfg.teacher.path is None):
         raise ConfigError(
             f"is {'not ' * is_neither}set, and {'neither' if is_neither else 'so'} is "
             "rl.environment",
@@ -116,7 +123,7 @@ def needs_comparison(cfg: Config) -> bool:
 
 def has_rewards(cfg: Config) -> bool:
     """Return whether answers get rewards. A teacher alone needs none."""
-    return cfg.rl.reward is not None or cfg.rl.environment is not None
+    return any(each is not None for each in (cfg.rl.reward, cfg.rl.environment, cfg.rl.agent))
 
 
 def needs_held_out_rewards(cfg: Config) -> bool:
