@@ -122,6 +122,7 @@ async def run_program(
         await asyncio.wait(outputs, timeout=_LAST_S)
         for each in outputs:
             each.cancel()
+        process._transport.close()  # type: ignore[attr-defined]
     texts = [b"" if each.cancelled() or not each.done() else each.result() for each in outputs]
     said, complaint = (text.decode(errors="replace").strip() for text in texts)
     if process.returncode:

@@ -104,17 +104,16 @@ class Episode:
         self.shown.append(row)
 
     def segment_of(self, prompt: Row) -> Segment | None:
-        """Return the longest segment that a prompt continues: all of its tokens and
-        pictures begin the prompt."""
+        """Return the segment that a prompt continues: all of its tokens and pictures begin the
+        prompt."""
         ids, pictures = prompt.ids_S.tolist(), _pixels_of([prompt])
-        found = None
         for each in self.segments:
             length, own = len(each.ids), _pixels_of(each.pictures)
             is_begun = length < len(ids) and ids[:length] == each.ids and len(own) <= len(pictures)
             # Episodes and requests that show the same picture have the same object.
             if is_begun and all(a is b for a, b in zip(own, pictures, strict=False)):
-                found = each if found is None or length > len(found.ids) else found
-        return found
+                return each
+        return None
 
     def add_request(self, prompt: Row, answer: Completion, text: str) -> None:
         """Add an answer to an agent's request, whose prompt continues a segment or begins one."""

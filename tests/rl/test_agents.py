@@ -7,7 +7,7 @@ import json
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +199,9 @@ def test_a_program_that_fails_costs_its_episode(folder, model, kind, capfd):
     for episode in played.episodes:
         assert episode.reward == -1 and episode.figures == {"failed": 1}
     assert FAILURES[kind] in capfd.readouterr().err
+    for each in Path("/proc").glob("[0-9]*/cmdline"):  # what it has started has ended, too
+        with suppress(OSError):
+            assert f":{played.runner.agents.port}/e/".encode() not in each.read_bytes()
     if kind == "exits":
         with raises(DataError, place_has="train.jsonl:1", key="rl.agent", problem_has="no tool"):
             Played(folder, model, kind)

@@ -153,7 +153,7 @@ def many(record: Json) -> None:
 
 
 def hangs(record: Json) -> None:
-    child = [sys.executable, "-c", "import time; time.sleep(999)"]
+    child = [sys.executable, "-c", "import time; time.sleep(999)", os.environ["REWARD_URL"]]
     subprocess.Popen(child)
     time.sleep(999)
 
