@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_vlm import Config, ConfigError
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, TrainConfig
 from megatron_vlm.config.trainable import USUAL
-from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
+from megatron_vlm.distributed.device import CARDS
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.advice import fitting_sets
@@ -44,7 +44,7 @@ class MachineKind:
     @property
     def cluster(self) -> Cluster:
         """The machine for the planner."""
-        machine = gpu(self.card, PEAK_FLOPS_BF16[self.card])
+        machine = gpu(self.card, CARDS[self.card].peak)
         return Cluster(self.gpus, self.memory * 2**30, machine, self.host_memory * 2.0**30)
 
 

@@ -122,8 +122,7 @@ def held_pieces(
 
 
 def _writes(grid: RankGroups, entry: Entry, sharded: bool, turn: int) -> bool:
-    """Return whether this rank writes its part of an entry. No rank writes entries that are
-    copies."""
+    """Return whether this rank writes its part of an entry. No rank writes copies."""
     if entry.origin is Origin.copy:
         return False
     is_tp_turn = entry.layout.cut is not None or turn % grid.tp.size == grid.tp.rank

@@ -27,13 +27,7 @@ from megatron_vlm.checkpoint.manifest import (
     write_manifest,
 )
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.io.atomic import (
-    check_partial,
-    discard,
-    discard_partials,
-    partial_of,
-    put_in_place,
-)
+from megatron_vlm.io import atomic
 
 _STEP = re.compile(r"step-(\d{8,})(\.aside\d+)?")
 _PARTIAL = "step-*.partial"
@@ -64,16 +58,16 @@ def commit(
         line = tuple(name for name in before if name in present)
         serial = 1 + max(last_serial(folder.parent), 0 if parent is None else parent.serial)
         manifest = Manifest(manifest.files, run, serial, line)
-    write_manifest(partial_of(folder), manifest)
-    aside = put_in_place(folder)
+    write_manifest(atomic.partial_of(folder), manifest)
+    aside = atomic.put_in_place(folder)
     if aside is not None:
         old = _manifest_of(aside)
         same = old is not None and (run is None or old.id == manifest.id)
         if old is not None and same and _is_all_ours(aside, old, run):
-            discard(aside)
+            atomic.discard(aside)
         else:
             _log.warning("moved the former content of %s to %s", folder, aside.name)
-    discard_partials(folder.parent.glob(_PARTIAL), run)
+    atomic.discard_partials(folder.parent.glob(_PARTIAL), run)
     return manifest
 
 
@@ -81,12 +75,11 @@ def check_leftovers(run_folder: Path, run: str) -> None:
     """Refuse a folder of checkpoints in which a foreign file or folder has a name that a write
     would need."""
     for partial in sorted(run_folder.glob(_PARTIAL)):
-        check_partial(partial, run)
+        atomic.check_partial(partial, run)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the folder itself, or the newest complete one of a run (or of its folder of
-    checkpoints)."""
+    """Return the folder itself, or the newest complete one of a run or of its checkpoints."""
     with held_checkpoint(path) as folder:
         return folder
 
@@ -222,11 +215,11 @@ def prune(
 def _retire(folder: Path, run: str | None) -> bool:
     """Remove a checkpoint. It is renamed first, because a half-removed one would look damaged under
     its own name."""
-    doomed = partial_of(folder)
+    doomed = atomic.partial_of(folder)
     try:
-        check_partial(doomed, run)
+        atomic.check_partial(doomed, run)
         if doomed.exists():
-            discard(doomed)
+            atomic.discard(doomed)
         with hold_for_removal(folder) as nobody_reads:
             if not nobody_reads:
                 _log.info("%s is being read, and is removed later", folder)
@@ -235,7 +228,7 @@ def _retire(folder: Path, run: str | None) -> bool:
     except (CheckpointError, OSError) as error:
         _log.warning("%s is no longer needed, and cannot be removed: %s", folder, error)
         return False
-    discard(doomed)
+    atomic.discard(doomed)
     return True
 
 
@@ -268,8 +261,7 @@ def _manifest_of(folder: Path) -> Manifest | None:
 
 
 def _folders(run_folder: Path) -> list[Path]:
-    """Return the folders with a checkpoint's name, oldest step first; for the same step, the
-    replaced ones first."""
+    """Return the folders with a checkpoint's name by step; of one step, the replaced ones first."""
     if not run_folder.exists():
         return []
     if not run_folder.is_dir():

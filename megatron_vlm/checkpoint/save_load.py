@@ -22,38 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.checkpoint import run_checkpoints
+from megatron_vlm.checkpoint import rank_state, run_checkpoints, state_json, tensor_pieces
 from megatron_vlm.checkpoint.manifest import (
     FileRecord,
     Manifest,
     hold_for_reading,
     verify,
     write_file,
-)
-from megatron_vlm.checkpoint.rank_state import (
-    clear_moments,
-    get_step,
-    held_pieces,
-    local_parts,
-    set_step,
-    shapes_of,
-)
-from megatron_vlm.checkpoint.state_json import (
-    OR_BEGIN,
-    check_base,
-    check_state,
-    keep_kernels,
-    make_state,
-    read_state,
-    say_conversion,
-)
-from megatron_vlm.checkpoint.tensor_pieces import (
-    PieceReader,
-    TensorShape,
-    make_index,
-    rank_file,
-    read_index,
-    safetensors_chunks,
 )
 from megatron_vlm.config import to_yaml
 from megatron_vlm.distributed.agreement import all_reduce_max, fail_together
@@ -86,19 +61,21 @@ def save(
     if worker.pending_save is not None:
         worker.pending_save.finish()
     assert worker.optimizer is not None, "made without training"
-    steps = all_reduce_max(get_step(worker.optimizer))  # a frozen stage counts none
-    state = make_state(worker, progress, steps)
+    steps = all_reduce_max(rank_state.get_step(worker.optimizer))  # a frozen stage counts none
+    state = state_json.make_state(worker, progress, steps)
     own = {"state.json": json.dumps(state, indent=1) + "\n", "config.yaml": to_yaml(worker.cfg)}
     with fail_together(CheckpointError):
         if dist.get_rank() == 0:
             begin(folder, run)
-    pieces = list(held_pieces(worker, local_parts(worker, moments), writing=True))
+    pieces = list(
+        rank_state.held_pieces(worker, rank_state.local_parts(worker, moments), writing=True)
+    )
     tensors = {piece.name: piece.data for piece in pieces}
     if async_save:
         tensors = {name: data.to("cpu", copy=True) for name, data in tensors.items()}
     places = [(piece.key, piece.place) for piece in pieces]
     worker.pending_save = pending = PendingSave(
-        folder, shapes_of(worker), {**texts, **own}, places, run, parent
+        folder, rank_state.shapes_of(worker), {**texts, **own}, places, run, parent
     )
     pending.start(tensors, async_save)
     return pending
@@ -106,11 +83,10 @@ def save(
 
 @dataclass(eq=False)
 class PendingSave:
-    """Checkpoint whose tensors are being written; it is complete once `finish` has returned
-    True."""
+    """Checkpoint whose tensors are being written; it is complete once `finish` returns True."""
 
     folder: Path
-    shapes: dict[str, TensorShape]
+    shapes: dict[str, tensor_pieces.TensorShape]
     texts: dict[str, str]
     places: list[tuple[str, Rectangle]]
     run: str | None
@@ -153,9 +129,9 @@ class PendingSave:
         return True
 
     def _write(self, tensors: dict[str, Tensor]) -> None:
-        path = partial_of(self.folder) / rank_file(dist.get_rank())
+        path = partial_of(self.folder) / tensor_pieces.rank_file(dist.get_rank())
         try:
-            self.record = write_file(path, safetensors_chunks(tensors))
+            self.record = write_file(path, tensor_pieces.safetensors_chunks(tensors))
         except Exception as error:  # an error of a thread: `finish` raises it
             self.error = error
 
@@ -165,7 +141,7 @@ class PendingSave:
         written = gather_json((asdict(self.record), self.places))
         with fail_together(CheckpointError):
             if first:
-                index = make_index(self.shapes, [places for _, places in written])
+                index = tensor_pieces.make_index(self.shapes, [places for _, places in written])
                 texts = self.texts | {"index.json": json.dumps(index)}
                 partial = partial_of(self.folder)
                 records = [FileRecord(**record) for record, _ in written]
@@ -195,20 +171,20 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
     if not verified:
         _verify(folder)
     with fail_together(CheckpointError):
-        state = read_state(folder)
-        check_state(worker.cfg, folder, state, moments and worker.optimizer is not None)
+        state = state_json.read_state(folder)
+        state_json.check_state(worker.cfg, folder, state, moments and worker.optimizer is not None)
         if worker.cfg.lora.rank:
-            check_base(folder, state, worker.base_digest, str(worker.source.path))
+            state_json.check_base(folder, state, worker.base_digest, str(worker.source.path))
         lr, steps = state["lr"].number(0), state["optimizer_steps"].whole()
         progress = state["progress"]
         progress.object()
-        reader = PieceReader(folder, read_index(folder))
-        parts = local_parts(worker, moments)
-        pieces = list(held_pieces(worker, parts, writing=False))
+        reader = tensor_pieces.PieceReader(folder, tensor_pieces.read_index(folder))
+        parts = rank_state.local_parts(worker, moments)
+        pieces = list(rank_state.held_pieces(worker, parts, writing=False))
         keys = [piece.key for piece in pieces]
-        remedy = f"resume with the configuration in its config.yaml, {OR_BEGIN}"
-        reader.check(keys, shapes_of(worker), remedy)
-    keep_kernels(worker, folder, state)
+        remedy = f"resume with the configuration in its config.yaml, {state_json.OR_BEGIN}"
+        reader.check(keys, rank_state.shapes_of(worker), remedy)
+    state_json.keep_kernels(worker, folder, state)
     with fail_together(CheckpointError), torch.no_grad():
         for piece in pieces:
             reader.fill(piece)
@@ -216,12 +192,12 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         for part in parts.values():
             part.store_moments()
         if moments:
-            say_conversion(worker, folder, state)
+            state_json.say_conversion(worker, folder, state)
         else:
-            clear_moments(worker)
+            rank_state.clear_moments(worker)
     worker.lr, worker.steps = lr, steps
     if worker.optimizer is not None:
-        set_step(worker.optimizer, steps if moments else 0)
+        rank_state.set_step(worker.optimizer, steps if moments else 0)
     return dict(progress.value)
 
 

@@ -162,8 +162,7 @@ class PieceReader:
             )
 
     def read_tensor(self, key: str) -> Tensor:
-        """Return a tensor in its own shape, in fp32, which holds the values of all stored dtypes
-        exactly."""
+        """Return a tensor in its own shape, in fp32, which holds all stored values exactly."""
         shape = self.index[key]["shape"]
         with outside_file(self.folder / "index.json").wrap_errors(f"{key} has the shape {shape}"):
             tensor = torch.empty(shape, dtype=torch.float32)
@@ -183,8 +182,7 @@ def outside_file(path: Path) -> UntrustedFile:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Read index.json: each tensor's shape and its pieces, where a piece is a rank and a
-    rectangle."""
+    """Read index.json: each tensor's shape and its pieces, each a rank and a rectangle."""
     index: dict[str, Any] = {}
     for key, entry in outside_file(folder / "index.json").json().object().items():
         shape = [side.whole(1, FAR_ROW) for side in entry["shape"].items()]

@@ -4,20 +4,10 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from megatron_vlm.cli import help_command
 from megatron_vlm.cli.completion import add_completion_arguments, completion
-from megatron_vlm.cli.help_command import (
-    HelpText,
-    HelpWithDefaults,
-    TopicHelp,
-    add_help_arguments,
-    help_,
-    texts_of,
-)
-from megatron_vlm.commands.agree.agree_settings import (
-    AgreeSettings,
-    add_agree_arguments,
-    locate_checkpoint,
-)
+from megatron_vlm.commands import jobs, run_outputs
+from megatron_vlm.commands.agree import agree_settings
 from megatron_vlm.commands.bench.command import add_bench_arguments, bench
 from megatron_vlm.commands.chat.command import add_chat_arguments, chat
 from megatron_vlm.commands.demo.command import (
@@ -29,25 +19,7 @@ from megatron_vlm.commands.demo.command import (
 )
 from megatron_vlm.commands.eval import add_arguments, held_in_place, locate, run_eval
 from megatron_vlm.commands.import_config.command import add_import_arguments, import_
-from megatron_vlm.commands.jobs import (
-    add_dry_run_arguments,
-    add_rl_arguments,
-    add_serve_arguments,
-    add_train_arguments,
-    check_dry_run_arguments,
-    rl,
-    serve,
-    train_,
-)
 from megatron_vlm.commands.plan.plan_arguments import add_plan_arguments, with_known_sizes
-from megatron_vlm.commands.run_outputs import (
-    add_export_arguments,
-    add_push_arguments,
-    add_report_arguments,
-    export,
-    push_,
-    report,
-)
 from megatron_vlm.commands.score import add_score_arguments, score
 from megatron_vlm.commands.watch.command import add_watch_arguments, watch
 from megatron_vlm.config.arguments import SecretiveParser, add_overrides, read_configuration
@@ -64,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="megatron-vlm",
         allow_abbrev=False,
         add_help=False,
-        formatter_class=HelpText,
+        formatter_class=help_command.HelpText,
         description="Fine-tune Qwen3-VL, Qwen3.5 and Gemma 4 on Megatron-Core: a Hugging Face "
         "checkpoint and a data set in, a better Hugging Face checkpoint out.",
         epilog="The usual order is doctor, inspect, train --dry-run, train, report, eval, export, "
@@ -77,30 +49,30 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error, too")
     parser.set_defaults(known_commands=commands.choices)  # for check_command
-    add_train_arguments(_command(commands, train_, has_keys=True))
-    add_rl_arguments(_command(commands, rl, has_keys=True))
-    add_serve_arguments(_command(commands, serve, has_keys=True))
+    jobs.add_train_arguments(_command(commands, jobs.train_, has_keys=True))
+    jobs.add_rl_arguments(_command(commands, jobs.rl, has_keys=True))
+    jobs.add_serve_arguments(_command(commands, jobs.serve, has_keys=True))
     add_arguments(evaluation := _command(commands, _eval))
     shown = "the checkpoint, the sets, the layout and the memory of weights"
-    add_dry_run_arguments(evaluation, shown)
+    jobs.add_dry_run_arguments(evaluation, shown)
     add_score_arguments(_command(commands, score))
     add_bench_arguments(_command(commands, bench))
-    add_export_arguments(_command(commands, export))
-    add_push_arguments(_command(commands, push_))
+    run_outputs.add_export_arguments(_command(commands, run_outputs.export))
+    run_outputs.add_push_arguments(_command(commands, run_outputs.push_))
     add_chat_arguments(_command(commands, chat))
-    add_report_arguments(_command(commands, report))
+    run_outputs.add_report_arguments(_command(commands, run_outputs.report))
     add_watch_arguments(_command(commands, watch))
     checkpoint = "also check this checkpoint: a folder, or a name on the Hub"
     doctor = _command(commands, _doctor)
     doctor.add_argument("model", nargs="?", metavar="model.path=PATH", help=checkpoint)
     add_plan_arguments(_command(commands, _plan, has_keys=True))
-    add_agree_arguments(_command(commands, _agree))
+    agree_settings.add_agree_arguments(_command(commands, _agree))
     _inspect_arguments(_command(commands, _inspect, has_keys=True))
     add_import_arguments(_command(commands, import_))
     parts = _command(commands, demo).add_subparsers(required=True, metavar="shapes|tiny")
-    add_shapes_arguments(_command(parts, shapes, formatter_class=HelpWithDefaults))
-    add_tiny_arguments(_command(parts, tiny, formatter_class=HelpWithDefaults))
-    add_help_arguments(help_parser := _command(commands, help_))
+    add_shapes_arguments(_command(parts, shapes, formatter_class=help_command.HelpWithDefaults))
+    add_tiny_arguments(_command(parts, tiny, formatter_class=help_command.HelpWithDefaults))
+    help_command.add_help_arguments(help_parser := _command(commands, help_command.help_))
     help_parser.set_defaults(root=parser, commands=commands.choices)
     add_completion_arguments(completer := _command(commands, completion))
     completer.set_defaults(commands=commands.choices)
@@ -111,7 +83,7 @@ def _command(
     commands: Any,
     run: Callable[[argparse.Namespace], int | None],
     has_keys: bool = False,
-    formatter_class: type[HelpText] = HelpText,
+    formatter_class: type[help_command.HelpText] = help_command.HelpText,
 ) -> argparse.ArgumentParser:
     """Add a command with the name of its function. With `has_keys`, --help also explains a key."""
     name = run.__name__.strip("_").replace("_", "-")
@@ -120,7 +92,7 @@ def _command(
         allow_abbrev=False,
         add_help=not has_keys,
         formatter_class=formatter_class,
-        **texts_of(run),
+        **help_command.texts_of(run),
     )
     if has_keys:
         _add_topic_help(parser, commands.choices)
@@ -133,8 +105,8 @@ def _add_topic_help(
 ) -> None:
     text = "show this help, or explain a key or a group (--help optim), and exit"
     parser.add_argument(
-        "-h", "--help", action=TopicHelp, nargs="?", metavar="KEY", help=text, root=root,
-        commands=commands,
+        "-h", "--help", action=help_command.TopicHelp, nargs="?", metavar="KEY", help=text,
+        root=root, commands=commands,
     )  # fmt: skip
 
 
@@ -152,7 +124,7 @@ def _eval(args: argparse.Namespace) -> int:
     but not recipes. A Hugging Face folder has none: give recipes and keys.
     """
     file, arguments = read_configuration(args)
-    check_dry_run_arguments(args)
+    jobs.check_dry_run_arguments(args)
     with held_in_place(args.where) as where:
         cfg, checkpoint = locate(where, args.overrides, file, weights=not args.dry_run)
         check_run(cfg, args.gpus)
@@ -181,10 +153,10 @@ def _agree(args: argparse.Namespace) -> int:
     A run and its checkpoints bring their configuration, and the trainer gives their weights to the
     engine; the engine itself loads a Hugging Face folder.
     """
-    settings = AgreeSettings.from_arguments(args)
+    settings = agree_settings.AgreeSettings.from_arguments(args)
     file, arguments = read_configuration(args)
     with held_in_place(args.where) as where:
-        cfg, _ = locate_checkpoint(where, args.overrides, file)
+        cfg, _ = agree_settings.locate_checkpoint(where, args.overrides, file)
         check_run(cfg)
         from megatron_vlm.commands.agree.agree_ranks import run_agree
         from megatron_vlm.distributed.launch.launch import launch

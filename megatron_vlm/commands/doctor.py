@@ -244,7 +244,9 @@ def all_checks() -> Iterator[Check]:
         if (sign := None if gpus else find_unseen_gpu()) is None:
             yield from gpu_checks(gpus, driver, nccl_version())
         else:
-            yield unseen_gpu_check(sign, driver, why_unseen())
+            # A run refuses to fall back to the CPU by itself.
+            detail = f"torch sees none, though {sign} is there; driver {driver or 'unknown'}"
+            yield Check("GPU", MISSING, detail, f"{why_unseen()}; on the CPU: platform=cpu")
         if len(gpus) > 1:
             yield nccl_check(len(gpus), *try_group("nccl", len(gpus)))
         yield gloo_check(*try_group())
@@ -320,14 +322,8 @@ def gpu_checks(gpus: "Sequence[Gpu]", driver: str | None, nccl: str | None) -> I
     peaks = sorted({gpu.peak_flops / 1e12 for gpu in gpus if gpu.peak_flops is not None})
     known = ", ".join(f"{peak:,.0f} TFLOP/s" for peak in peaks)
     detail = f"not known of {unknown}" if unknown else known
-    advice = "MFU will not be shown; add the device to PEAK_FLOPS_BF16 in distributed/device.py"
+    advice = "MFU will not be shown; add the device to CARDS in distributed/device.py"
     yield _check("peak FLOP/s", not unknown, detail, advice)
-
-
-def unseen_gpu_check(sign: str, driver: str | None, remedy: str) -> Check:
-    """Report a GPU that torch does not see. A run refuses to fall back to the CPU by itself."""
-    detail = f"torch sees none, though {sign} is there; driver {driver or 'unknown'}"
-    return Check("GPU", MISSING, detail, f"{remedy}; on the CPU: platform=cpu")
 
 
 def nccl_check(count: int, works: bool, found: str) -> Check:

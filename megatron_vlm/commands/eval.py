@@ -19,13 +19,8 @@ from megatron_vlm.config.load import given_keys
 from megatron_vlm.config.objectives import reference_of
 from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.data.worker_processes import start_server
+from megatron_vlm.distributed import process
 from megatron_vlm.distributed.dims import loads_data
-from megatron_vlm.distributed.process import (
-    print_to_user,
-    rank_of_process,
-    run_process,
-    world_of_process,
-)
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.hub import beside_run, check_not_a_run, hub_name, pin
@@ -164,7 +159,7 @@ def run_eval(arguments: Sequence[str]) -> int:
     args = parse_arguments(parser, arguments)
     file, _ = read_configuration(args)
     cfg, checkpoint = locate(args.where, args.overrides, file)
-    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+    with Watchdog.watch_rank(process.rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         _evaluate(cfg, checkpoint, args.predictions, watchdog)
     return 0
 
@@ -172,7 +167,9 @@ def run_eval(arguments: Sequence[str]) -> int:
 def _evaluate(
     cfg: Config, checkpoint: Path | None, predictions: str | None, watchdog: Watchdog
 ) -> None:
-    if cfg.data.num_workers and loads_data(cfg.parallel, rank_of_process(), world_of_process()):
+    if cfg.data.num_workers and loads_data(
+        cfg.parallel, process.rank_of_process(), process.world_of_process()
+    ):
         start_server()  # the server imports at the same time as this process
     import torch.distributed as dist
 
@@ -193,7 +190,7 @@ def _evaluate(
     if dist.get_rank() == 0:
         for held_out in evaluator.sets:
             for line in held_out.remarks.lines:
-                print_to_user(line)
+                process.print_to_user(line)
     watchdog.begin_phase(0, "evaluation")
     scores: dict[str, Mapping[str, float]] = {}
     with closing(evaluator):
@@ -210,7 +207,7 @@ def _report_set(done: "Evaluation", predictions: str | None) -> None:
 
     print(json.dumps({"name": done.name, **done.scores}), flush=True)
     for remark in done.remarks:
-        print_to_user(remark)
+        process.print_to_user(remark)
     if predictions:
         write_predictions(Path(predictions), done)
 
@@ -223,20 +220,17 @@ def print_scores(scores: Mapping[str, Mapping[str, float]]) -> None:
     from megatron_vlm.report.terminal import plain_table
 
     names = list(dict.fromkeys(name for figures in scores.values() for name in figures))
-    sets = [Text(escape_controls(held_out)) for held_out in scores]
+    has_many = len(names) > _MAX_COLUMNS  # they are rows then
+    rows = [("score" if has_many else "set", *names)]
+    for held_out, figures in scores.items():
+        values = (_show_score(figures.get(name)) for name in names)
+        rows.append((escape_controls(held_out), *values))
+    header, *body = zip(*rows, strict=True) if has_many else rows
     table = plain_table()
-    if len(names) > _MAX_COLUMNS:  # a row for each score
-        table.add_column("score")
-        for held_out in sets:
-            table.add_column(held_out, justify="right", overflow="fold")
-        for name in names:
-            table.add_row(name, *(_show_score(each.get(name)) for each in scores.values()))
-    else:
-        table.add_column("set", overflow="fold")
-        for name in names:
-            table.add_column(name, justify="right")
-        for held_out, figures in zip(sets, scores.values(), strict=True):
-            table.add_row(held_out, *(_show_score(figures.get(name)) for name in names))
+    for place, name in enumerate(header):
+        table.add_column(Text(name), justify="right" if place else "left", overflow="fold")
+    for row in body:
+        table.add_row(*map(Text, row))
     Console(stderr=True, highlight=False).print(table)
 
 
@@ -248,4 +242,4 @@ def _show_score(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_process(run_eval, sys.argv[1:]))
+    sys.exit(process.run_process(run_eval, sys.argv[1:]))

@@ -17,13 +17,8 @@ from megatron_vlm.config.checks import require
 from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config, TeacherConfig
 from megatron_vlm.data.worker_processes import start_server
+from megatron_vlm.distributed import process
 from megatron_vlm.distributed.dims import loads_data
-from megatron_vlm.distributed.process import (
-    print_to_user,
-    rank_of_process,
-    run_process,
-    world_of_process,
-)
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import home_path
@@ -186,7 +181,7 @@ def run_score(arguments: Sequence[str]) -> int:
     file, _ = read_configuration(args)
     _check_options(args)
     cfg, checkpoint = _locate(args.where, args, file)
-    with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+    with Watchdog.watch_rank(process.rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         _score(cfg, checkpoint, args, watchdog)
     return 0
 
@@ -194,7 +189,9 @@ def run_score(arguments: Sequence[str]) -> int:
 def _score(
     cfg: Config, checkpoint: Path | None, args: argparse.Namespace, watchdog: Watchdog
 ) -> None:
-    if cfg.data.num_workers and loads_data(cfg.parallel, rank_of_process(), world_of_process()):
+    if cfg.data.num_workers and loads_data(
+        cfg.parallel, process.rank_of_process(), process.world_of_process()
+    ):
         start_server()  # the server imports at the same time as this process
     from megatron_vlm.checkpoint.save_load import load
     from megatron_vlm.distributed.agreement import fail_together
@@ -246,11 +243,11 @@ def _check_top_k(args: argparse.Namespace, sizes: "ModelSizes") -> None:
 def _report_present(folder: "ScoreFolder") -> None:
     count = len(folder.index.files)
     if present := count - folder.missing:
-        print_to_user(f"{folder.path} has {present} of {count} files already")
+        process.print_to_user(f"{folder.path} has {present} of {count} files already")
 
 
 def _report_file(done: int, missing: int) -> None:
-    print_to_user(f"wrote file {done} of {missing}")
+    process.print_to_user(f"wrote file {done} of {missing}")
 
 
 def _finish(folder: "ScoreFolder") -> None:
@@ -279,4 +276,4 @@ def _weights_digest(worker: "MegatronWorker", checkpoint: Path | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_process(run_score, sys.argv[1:]))
+    sys.exit(process.run_process(run_score, sys.argv[1:]))

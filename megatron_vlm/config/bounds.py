@@ -40,6 +40,7 @@ class Range:
 
 Count = Annotated[int, Range(0)]
 Natural = Annotated[int, Range(1)]
+DraftTokens = Annotated[int, Range(0, 4)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Port = Annotated[int, Range(0, 65535)]
 NsSteps = Annotated[int, Range(1, 99)]  # torch.optim.Muon's
@@ -69,8 +70,7 @@ def check_bounds(settings: Any, prefix: str = "") -> None:
 
 
 def violated_range(kind: Any, value: Any) -> Range | None:
-    """Return the first range of a type that a number of the value is not in, or None. A tuple has
-    nothing but numbers."""
+    """Return the first range of a type that a number of the value is not in, or None."""
     is_tuple = get_origin(kind) is tuple and isinstance(value, tuple)
     numbers = value if is_tuple else [*_numbers(value)]
     outside = (r for r in ranges_of(kind) if any(number not in r for number in numbers))

@@ -1,7 +1,7 @@
 """Checks that need only the configuration. They run before anything heavy is imported."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import get_args
@@ -10,8 +10,8 @@ from megatron_vlm.config.bounds import check_bounds
 from megatron_vlm.config.data_sources import check_columns, check_roles
 from megatron_vlm.config.evaluation_checks import check_evaluation, check_measuring
 from megatron_vlm.config.objectives import check_objective, check_rewarded
-from megatron_vlm.config.optimizer_spec import check_muon
-from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get, leaves
+from megatron_vlm.config.optimizer_spec import muon_errors
+from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, check_of, get, leaves
 from megatron_vlm.config.searched_keys import check_layers
 from megatron_vlm.config.teachers import check_teacher
 from megatron_vlm.config.trainable import check_lora, learns
@@ -38,8 +38,8 @@ MAX_NEW_TOKENS = 10_000  # maximum length of data.add_tokens
 def check_values(cfg: Config) -> None:
     """Refuse values that cannot work, alone or together."""
     _check_secrets(cfg)
-    check_layers(cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages)
-    check_rewarded(cfg.train.objective)
+    check_layers(cfg)
+    check_rewarded(cfg)
     check_bounds(cfg)
     check_lora(cfg)
     _check_lists(cfg)
@@ -117,29 +117,24 @@ def processes_for(cfg: Config, gpus: int) -> int:
     return count
 
 
-def _check_lists(cfg: Config) -> None:
+@check_of
+def _check_lists(cfg: Config) -> Iterator[ConfigError]:
     chosen, scopes, roles = cfg.data.train_on, get_args(TrainScope), get_args(Role)
     listed = isinstance(chosen, list | tuple) and chosen and set(chosen) <= set(roles)
     if chosen not in scopes and not listed:
-        raise ConfigError(
+        yield ConfigError(
             key="data.train_on",
-            found=chosen,
             allowed=f"one of {', '.join(scopes)}, or a list of roles from {', '.join(roles)}",
         )
     if not all(isinstance(name, str) and name for name in cfg.data.ignore_keys):
-        raise ConfigError(
-            key="data.ignore_keys",
-            found=cfg.data.ignore_keys,
-            allowed="names of keys, such as [id,score]",
-        )
+        yield ConfigError(key="data.ignore_keys", allowed="names of keys, such as [id,score]")
     _check_new_tokens(cfg)
     template_kwargs = cfg.data.template_kwargs
     if not isinstance(template_kwargs, dict) or not all(
         isinstance(name, str) for name in template_kwargs
     ):
-        raise ConfigError(
+        yield ConfigError(
             key="data.template_kwargs",
-            found=template_kwargs,
             allowed="variables with their values, such as {enable_thinking: false}",
         )
     if reserved := sorted(TEMPLATE_ARGUMENTS & set(template_kwargs)):
@@ -232,7 +227,8 @@ def _check_switches(cfg: Config) -> None:
         )
 
 
-def _check_together(cfg: Config) -> None:
+@check_of
+def _check_together(cfg: Config) -> Iterator[ConfigError]:
     data, train, profile = cfg.data, cfg.train, cfg.log.profile_steps
     for prefix, bounds, what in (
         ("data.", data, "pixels"),
@@ -241,25 +237,19 @@ def _check_together(cfg: Config) -> None:
     ):
         lower, upper = getattr(bounds, f"min_{what}"), getattr(bounds, f"max_{what}")
         if lower and upper and lower > upper:
-            raise ConfigError(
-                f"exceeds {prefix}max_{what}={upper}", key=f"{prefix}min_{what}", found=lower
-            )
+            yield ConfigError(f"exceeds {prefix}max_{what}={upper}", key=f"{prefix}min_{what}")
     if train.steps is not None and cfg.optim.warmup_steps > train.steps:
-        raise ConfigError(
+        yield ConfigError(
             f"exceeds train.steps={train.steps}: the learning rate would never be reached",
             key="optim.warmup_steps",
-            found=cfg.optim.warmup_steps,
             remedy=WARMUP_REMEDY,
         )
-    check_muon(cfg.optim)
+    yield from muon_errors(cfg.optim)
     if profile is not None and (len(profile) != 2 or not 0 <= profile[0] < profile[1]):
-        raise ConfigError(
-            key="log.profile_steps", found=profile, allowed="[first, last), such as [10,12]"
-        )
+        yield ConfigError(key="log.profile_steps", allowed="[first, last), such as [10,12]")
     if cfg.checkpoint.push is not None and not cfg.checkpoint.export:
-        raise ConfigError(
+        yield ConfigError(
             "uploads the export, and checkpoint.export=false writes none",
             key="checkpoint.push",
-            found=cfg.checkpoint.push,
             remedy="change one of them",
         )

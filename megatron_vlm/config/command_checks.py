@@ -1,41 +1,42 @@
 """Checks of `megatron-vlm train`, `rl` and `serve`, in addition to every configuration's."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.optimizer_spec import optimizer_spec
-from megatron_vlm.config.schema import OWN, Config, LoraConfig, ServeConfig
+from megatron_vlm.config.schema import OWN, Config, LoraConfig, ServeConfig, check_of, get
 from megatron_vlm.errors import ConfigError
 
 
-def check_train(cfg: Config) -> None:
+@check_of
+def check_train(cfg: Config) -> Iterator[ConfigError]:
     """Refuse to train without what a run needs, or with a teacher that nothing would read."""
     check_training(cfg)
     if cfg.teacher.path is not None and cfg.train.objective != "distill":
-        raise ConfigError(
+        yield ConfigError(
             f"has no effect with train.objective={cfg.train.objective}",
             key="teacher.path",
-            found=cfg.teacher.path,
             remedy="give train.objective=distill",
         )
 
 
-def check_rl(cfg: Config) -> None:
+@check_of
+def check_rl(cfg: Config) -> Iterator[ConfigError]:
     """Refuse settings from which nothing could be learnt, or that contradict each other."""
     check_training(cfg)
-    require_supervised(cfg, "megatron-vlm rl learns from rewards")
+    yield from _objective_errors(cfg, "megatron-vlm rl learns from rewards")
     rl = cfg.rl
-    _check_rewards(cfg)
+    yield from _reward_errors(cfg)
     if rl.agent is not None and cfg.teacher.view is not None:
-        raise ConfigError(
+        yield ConfigError(
             "shows a teacher another prompt, and an agent makes its prompts by itself",
             key="teacher.view",
             found=cfg.teacher.view,
             remedy="leave it out",
         )
-    _check_target("rl.reward", rl.reward)
-    _check_target("rl.environment", rl.environment)
-    _check_target("teacher.view", cfg.teacher.view)
+    for key in ("rl.reward", "rl.environment", "teacher.view"):
+        yield from _target_errors(key, get(cfg, key))
     if cfg.data.is_stream:
         raise ConfigError(
             "is a stream, and prompts are read by their number, so that a run can resume",
@@ -43,10 +44,9 @@ def check_rl(cfg: Config) -> None:
             remedy="save it as a file, and give that",
         )
     if rl.samples < 2 and needs_comparison(cfg):
-        raise ConfigError(
+        yield ConfigError(
             ": an answer is compared with the others to its prompt",
             key="rl.samples",
-            found=rl.samples,
             allowed="at least 2",
         )
     if rl.temperature == 0:
@@ -56,31 +56,31 @@ def check_rl(cfg: Config) -> None:
             found=0,
             allowed="more than 0",
         )
-    _check_clipping(cfg)
-    _check_sampler(cfg)
-    _check_seen(cfg)
+    if rl.loss == "importance_sampling" and (rl.clip_low or rl.clip_high):
+        yield ConfigError(
+            f"clips nothing, and rl.clip_low={rl.clip_low}, rl.clip_high={rl.clip_high}",
+            key="rl.loss",
+            remedy="leave them out, or choose rl.loss=ppo",
+        )
+    yield from _sampler_errors(cfg)
+    yield from _seen_errors(cfg)
     if rl.updates > cfg.train.global_batch_size:
-        raise ConfigError(
+        yield ConfigError(
             f"exceeds train.global_batch_size={cfg.train.global_batch_size}: each update needs at "
             "least one prompt",
             key="rl.updates",
-            found=rl.updates,
         )
 
 
-def require_supervised(cfg: Config, why: str) -> None:
+def _objective_errors(cfg: Config, why: str) -> Iterator[ConfigError]:
     """Refuse other objectives of training for a command that has none."""
     if cfg.train.objective != "sft":
-        raise ConfigError(
-            f": {why}",
-            key="train.objective",
-            found=cfg.train.objective,
-            allowed="sft",
-            remedy="leave train.objective out",
+        yield ConfigError(
+            f": {why}", key="train.objective", allowed="sft", remedy="leave train.objective out"
         )
 
 
-def _check_rewards(cfg: Config) -> None:
+def _reward_errors(cfg: Config) -> Iterator[ConfigError]:
     rl = cfg.rl
     judges = [each for each in (rl.reward or rl.agent, rl.environment) if each is not None]
     is_neither = not judges
@@ -93,24 +93,21 @@ def _check_rewards(cfg: Config) -> None:
             "the class of an episode; a run that learns from teacher.path needs neither",
         )
     if rl.advantage == "none" and cfg.teacher.path is None:
-        raise ConfigError(
+        yield ConfigError(
             "only reports the rewards, and without teacher.path nothing else is learnt from",
             key="rl.advantage",
-            found="none",
             remedy="give rl.advantage=grpo, or teacher.path=CHECKPOINT",
         )
     if rl.dynamic_sampling and not needs_comparison(cfg):
-        raise ConfigError(
+        yield ConfigError(
             "replaces prompts whose answers all got the same reward, and no reward is learnt from",
             key="rl.dynamic_sampling",
-            found=True,
             remedy="set rl.dynamic_sampling=false",
         )
     if is_neither and rl.eval_scores == "reward":
-        raise ConfigError(
+        yield ConfigError(
             "needs a reward, and neither rl.reward nor rl.environment is set",
             key="rl.eval_scores",
-            found="reward",
             remedy="give rl.eval_scores=loss, or a reward; with rl.advantage=none it is only "
             "reported",
         )
@@ -131,84 +128,67 @@ def needs_held_out_rewards(cfg: Config) -> bool:
     return bool(cfg.data.eval) and cfg.rl.eval_scores != "loss" and has_rewards(cfg)
 
 
-def _check_target(key: str, value: str | None) -> None:
+def _target_errors(key: str, value: str | None) -> Iterator[ConfigError]:
     if value is None:
         return
     where, colon, name = value.rpartition(":")
     if not colon or not name.isidentifier():
-        raise ConfigError(key=key, found=value, allowed="FILE.py:NAME or MODULE:NAME")
+        yield ConfigError(key=key, allowed="FILE.py:NAME or MODULE:NAME")
     if where.endswith(".py") and not Path(where).is_file():
-        raise ConfigError(f": there is no file {where}", key=key, found=value)
+        yield ConfigError(f": there is no file {where}", key=key)
 
 
-def _check_clipping(cfg: Config) -> None:
-    rl = cfg.rl
-    if rl.loss == "importance_sampling" and (rl.clip_low or rl.clip_high):
-        raise ConfigError(
-            f"clips nothing, and rl.clip_low={rl.clip_low}, rl.clip_high={rl.clip_high}",
-            key="rl.loss",
-            found=rl.loss,
-            remedy="leave them out, or choose rl.loss=ppo",
-        )
-
-
-def _check_sampler(cfg: Config) -> None:
+def _sampler_errors(cfg: Config) -> Iterator[ConfigError]:
     if cfg.engine.name == OWN and cfg.rl.off_policy_steps:
-        raise ConfigError(
+        yield ConfigError(
             "draws samples while a step trains, and with engine.name=own the same processes would "
             "do both",
             key="rl.off_policy_steps",
-            found=cfg.rl.off_policy_steps,
             remedy="give engine.name=vllm, or 0",
         )
     mask = cfg.rl.mask_weight
     if mask is not None and not (len(mask) == 2 and mask[0] < 1 < mask[1]):
         allowed = "[low, high] with low below 1 and high above 1, such as [0.5,5]"
-        raise ConfigError(key="rl.mask_weight", found=mask, allowed=allowed)
+        yield ConfigError(key="rl.mask_weight", allowed=allowed)
     if mask is not None and cfg.engine.name == OWN:
-        raise ConfigError(
+        yield ConfigError(
             "masks tokens by their importance weights, which only the tokens of engines have",
             key="rl.mask_weight",
-            found=mask,
             remedy="give engine.name=vllm, or leave it out",
         )
     if cfg.rl.interrupt and not cfg.rl.off_policy_steps:
-        raise ConfigError(
+        yield ConfigError(
             "interrupts nothing: with rl.off_policy_steps=0 all answers have ended when the "
             "weights change",
             key="rl.interrupt",
-            found=True,
             remedy="give rl.off_policy_steps=1 or more, or leave it out",
         )
 
 
-def _check_seen(cfg: Config) -> None:
+def _seen_errors(cfg: Config) -> Iterator[ConfigError]:
     rl, teacher = cfg.rl, cfg.teacher
     if rl.seen == "vppo" and (teacher.path is not None or not needs_comparison(cfg)):
-        raise ConfigError(
+        yield ConfigError(
             "weighs the advantages of rewards, and here "
             + ("teacher.path adds others" if teacher.path is not None else "none are learnt from"),
             key="rl.seen",
-            found=rl.seen,
             remedy="give rl.seen=va_opd with a teacher, or rl.seen=report",
         )
     if rl.seen != "va_opd":
         return
     if teacher.path is None or teacher.engine != OWN:
-        raise ConfigError(
+        yield ConfigError(
             "scores hidden pictures by a teacher that the ranks run, and "
             + ("teacher.path is not set" if teacher.path is None else "this one is in engines"),
             key="rl.seen",
-            found=rl.seen,
             remedy="give teacher.path=CHECKPOINT without teacher.engine, or rl.seen=report",
         )
     learns_rewards = needs_comparison(cfg)
     if learns_rewards or rl.aggregate != "tokens":
         key, value = ("advantage", "none") if learns_rewards else ("aggregate", "tokens")
-        raise ConfigError(
+        yield ConfigError(
             ": rl.seen=va_opd has its own weights, those of the loss of a teacher alone",
             key=f"rl.{key}",
-            found=getattr(rl, key),
             remedy=f"give rl.{key}={value}",
         )
 
@@ -232,23 +212,22 @@ def loaded_counts(serve: ServeConfig) -> dict[str, int]:
     return LOADED | serve.loaded
 
 
-def check_serve(cfg: Config) -> None:
+@check_of
+def check_serve(cfg: Config) -> Iterator[ConfigError]:
     """Refuse settings that a service cannot have, or that it would ignore."""
     serve = cfg.serve
-    require_supervised(cfg, "clients choose the losses of their models")
+    yield from _objective_errors(cfg, "clients choose the losses of their models")
     for name, default in vars(LoraConfig()).items():
-        if (value := getattr(cfg.lora, name)) != default:
-            raise ConfigError(
+        if getattr(cfg.lora, name) != default:
+            yield ConfigError(
                 ": clients choose the adapters of their models",
                 key=f"lora.{name}",
-                found=value,
                 remedy="leave it out, and see serve.lora_alpha and serve.max_rank",
             )
     if not optimizer_spec(cfg.optim).step_settings:
-        raise ConfigError(
+        yield ConfigError(
             ": clients send settings of AdamW with each step, and it has others as well",
             key="optim.name",
-            found=cfg.optim.name,
             remedy="leave it out",
         )
     for name in ("train", "eval"):
@@ -257,10 +236,9 @@ def check_serve(cfg: Config) -> None:
                 "is set, and clients send the data", key=f"data.{name}", remedy="leave it out"
             )
     if serve.keys is not None and not Path(serve.keys).is_file():
-        raise ConfigError(
+        yield ConfigError(
             ": there is no such file",
             key="serve.keys",
-            found=serve.keys,
             remedy=f"make it with megatron-vlm serve --add-client NAME {serve.keys}",
         )
     loaded_counts(serve)

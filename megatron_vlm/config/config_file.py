@@ -23,13 +23,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 
-from megatron_vlm.config.key_hints import (
-    group_names,
-    is_of_other_trainer,
-    meant_by_value,
-    recipes_of,
-    unknown_key_error,
-)
+from megatron_vlm.config import key_hints
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.errors import ConfigError, DataError, gather_errors, show_value
 from megatron_vlm.io.atomic import read_mark
@@ -306,7 +300,7 @@ def chosen_file(args: argparse.Namespace) -> ConfigFile | None:
 
 
 def _recipes(document: YamlText, node: Any) -> dict[str, str]:
-    groups = group_names()
+    groups = key_hints.group_names()
     recipes: dict[str, str] = {}
     for entry in node.value if node.tag.endswith(":seq") else [node]:
         pairs = list(document.pairs(entry)) if entry.tag.endswith(":map") else []
@@ -344,14 +338,14 @@ def _leaves(
     is_map = node.tag.endswith(":map")
     is_group = is_dataclass(kinds.get(key))
     # A section of another trainer is answered by its name, or else key by key.
-    is_name = re.fullmatch(r"[\w.-]+", key) is not None and not is_of_other_trainer(key)
+    is_name = re.fullmatch(r"[\w.-]+", key) is not None and not key_hints.is_of_other_trainer(key)
     is_section = key not in kinds and is_name and bool(node.value)
     if is_map and (is_group or is_section) and depth < MAX_YAML_DEPTH:
         for name, inner in document.pairs(node):
             full = f"{key}.{name.value}"
             yield from _leaves(document, full, name, inner, refused, depth + 1)
     elif key not in kinds:
-        fields = unknown_key_error(key).fields()
+        fields = key_hints.unknown_key_error(key).fields()
         refused.append(ConfigError(**fields | {"place": document.place(place)}))
     elif not is_group:
         yield key, place, node
@@ -363,8 +357,8 @@ def _group_error(document: YamlText, key: str, place: Any, node: Any) -> ConfigE
     """Return the error on a group that has a value in place of keys, such as `model: ORG/NAME`."""
     problem = "is a group of keys"
     value = node.value if isinstance(node.value, str) else None
-    is_recipe = value in recipes_of(key)
-    if value is not None and not is_recipe and (meant := meant_by_value(key, value)):
+    is_recipe = value in key_hints.recipes_of(key)
+    if value is not None and not is_recipe and (meant := key_hints.meant_by_value(key, value)):
         return document.error(place, problem, key=key, found=value, remedy=meant)
     remedy = f"write `{key}: {{KEY: VALUE}}`, or choose a recipe by `defaults: [{{{key}: NAME}}]`"
     return document.error(place, problem, key=key, remedy=remedy)

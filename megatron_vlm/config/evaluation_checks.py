@@ -1,12 +1,13 @@
 """Checks of what a run measures, when, and what follows from the scores."""
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from types import NoneType
 
 from megatron_vlm.config.data_sources import HELD_OUT
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, check_of
 from megatron_vlm.errors import ConfigError
 
 # The interval of eval.every=null and checkpoint.every=null: what comes first of the two.
@@ -64,38 +65,36 @@ def loss_scores(cfg: Config) -> list[str]:
     return ["loss", "accuracy", *(f"{name}@{k}" for name in ("recall", "ndcg") for k in ks)]
 
 
-def check_evaluation(cfg: Config) -> None:
+@check_of
+def check_evaluation(cfg: Config) -> Iterator[ConfigError]:
     """Refuse settings of evaluations and checkpoints that contradict each other."""
     for group in ("eval", "checkpoint"):
         every = getattr(cfg, group).every
         if type(every) not in (int, NoneType) and epochs_between(every) is None:
-            raise ConfigError(
+            yield ConfigError(
                 key=f"{group}.every",
-                found=every,
                 allowed='a number of steps, or of epochs above 0, such as "0.5 epochs"',
             )
     split = cfg.data.split
     if split is not None and split >= 1 and split != int(split):
-        raise ConfigError(
-            key="data.split", found=split, allowed="a share below 1, or a whole number of records"
-        )
+        yield ConfigError(key="data.split", allowed="a share below 1, or a whole number of records")
     _check_metrics(cfg.eval.metrics)
     if cfg.eval.blind and cfg.train.objective not in ("sft", "distill"):
-        raise ConfigError(
+        yield ConfigError(
             f"compares answers with and without their pictures, and train.objective="
             f"{cfg.train.objective} compares whole examples",
             key="eval.blind",
-            found=True,
             remedy="leave it out",
         )
     if cfg.checkpoint.best is not None:
-        _check_best(cfg.checkpoint.best, cfg)
-    _check_use_of_best(cfg)
+        yield from _best_errors(cfg.checkpoint.best, cfg)
+    yield from _best_use_errors(cfg)
 
 
-def check_measuring(cfg: Config) -> None:
+@check_of
+def check_measuring(cfg: Config) -> Iterator[ConfigError]:
     """Refuse to train where the data cannot give what is to be measured."""
-    _check_split(cfg)
+    yield from _split_errors(cfg)
     for metric in filter(is_user_metric, cfg.eval.metrics):
         where = metric.rpartition(":")[0]
         if where.endswith(".py") and not Path(where).expanduser().is_file():
@@ -103,45 +102,39 @@ def check_measuring(cfg: Config) -> None:
     for group in ("eval", "checkpoint"):
         every = getattr(cfg, group).every
         if cfg.data.is_stream and epochs_between(every) is not None:
-            raise ConfigError(
+            yield ConfigError(
                 ": data.train is a stream, whose epochs have no known length",
                 key=f"{group}.every",
-                found=every,
                 remedy=f"count steps: {group}.every=N",
             )
     best, names = cfg.checkpoint.best, held_out_names(cfg)
     if best is not None and (set_name := best.rpartition("/")[0]) not in names:
-        raise ConfigError(
+        yield ConfigError(
             f": data.eval has no set {set_name!r}",
             key="checkpoint.best",
-            found=best,
             remedy=f"it has {', '.join(names) or 'none'}",
         )
     if cfg.train.early_stopping and not cfg.eval.every:
-        raise ConfigError(
+        yield ConfigError(
             "counts evaluations, which must come at fixed steps",
             key="train.early_stopping",
-            found=cfg.train.early_stopping,
             remedy='set eval.every, such as eval.every="0.5 epochs"',
         )
 
 
-def _check_split(cfg: Config) -> None:
-    split = cfg.data.split
-    if split is None:
+def _split_errors(cfg: Config) -> Iterator[ConfigError]:
+    if cfg.data.split is None:
         return
     if cfg.data.eval:
-        raise ConfigError(
+        yield ConfigError(
             "holds out a part of data.train, and data.eval is set, too",
             key="data.split",
-            found=split,
             remedy="give one of them; data.eval=null clears that of a recipe",
         )
     if cfg.data.is_stream:
-        raise ConfigError(
+        yield ConfigError(
             ": data.train is a stream, of which no records can be set aside before it is read",
             key="data.split",
-            found=split,
             remedy="name held-out records in data.eval",
         )
 
@@ -152,7 +145,14 @@ def _check_metrics(metrics: tuple[str, ...]) -> None:
         if not isinstance(metric, str):
             raise ConfigError(key="eval.metrics", found=metric, allowed="names of metrics")
         if is_user_metric(metric):
-            _check_user_metric(metric)
+            where, _, function = metric.rpartition(":")
+            if not where or not function.isidentifier():
+                raise ConfigError(
+                    f": {metric} does not name a function",
+                    key="eval.metrics",
+                    found=metric,
+                    allowed="FILE.py:NAME or MODULE:NAME",
+                )
         elif metric not in BUILT_IN_METRICS:
             raise ConfigError(
                 f": {metric} is no metric",
@@ -178,18 +178,7 @@ def _is_taken(name: str, metric: str) -> bool:
     return is_user_metric(metric) and (name in scores | fields or name.startswith("blind_"))
 
 
-def _check_user_metric(metric: str) -> None:
-    where, _, name = metric.rpartition(":")
-    if not where or not name.isidentifier():
-        raise ConfigError(
-            f": {metric} does not name a function",
-            key="eval.metrics",
-            found=metric,
-            allowed="FILE.py:NAME or MODULE:NAME",
-        )
-
-
-def _check_best(best: str, cfg: Config) -> None:
+def _best_errors(best: str, cfg: Config) -> Iterator[ConfigError]:
     measured = loss_scores(cfg)
     for metric in answer_metrics(cfg):
         measured += BUILT_IN_METRICS.get(metric, (metric_name(metric),))
@@ -201,39 +190,35 @@ def _check_best(best: str, cfg: Config) -> None:
     prefixes = tuple(metric_name(m) + "_" for m in cfg.eval.metrics if is_user_metric(m))
     name, _, score = best.rpartition("/")
     if not name or not (score in measured or score.startswith(prefixes)):
-        raise ConfigError(
+        yield ConfigError(
             key="checkpoint.best",
-            found=best,
             allowed=f"SET/SCORE with a score that is measured: {', '.join(measured)}; exact_match "
             "needs eval.generate=true, ranking needs eval.candidates, others need eval.metrics",
         )
 
 
-def _check_use_of_best(cfg: Config) -> None:
+def _best_use_errors(cfg: Config) -> Iterator[ConfigError]:
     stopping, best = cfg.train.early_stopping, cfg.checkpoint.best
     if stopping is None and cfg.train.early_stopping_delta:
-        raise ConfigError(
+        yield ConfigError(
             "has no effect without train.early_stopping",
             key="train.early_stopping_delta",
-            found=cfg.train.early_stopping_delta,
             remedy="set train.early_stopping=3, for example",
         )
-    uses: dict[str, int | str | None] = {"train.early_stopping": stopping}
+    uses = ["train.early_stopping"] if stopping is not None else []
     if cfg.checkpoint.export_from == "best":
-        uses["checkpoint.export_from"] = "best"
+        uses.append("checkpoint.export_from")
         if not cfg.checkpoint.export:
-            raise ConfigError(
+            yield ConfigError(
                 "chooses the checkpoint to export, and checkpoint.export=false exports none",
                 key="checkpoint.export_from",
-                found="best",
                 remedy="change one of them",
             )
-    for key, value in uses.items():
-        if value is not None and best is None:
-            raise ConfigError(
+    for key in uses:
+        if best is None:
+            yield ConfigError(
                 "needs a score that decides which checkpoint is the best",
                 key=key,
-                found=value,
                 remedy="set checkpoint.best=SET/SCORE, such as checkpoint.best="
                 f"{next(iter(held_out_names(cfg)), 'eval')}/loss",
             )

@@ -193,8 +193,9 @@ def similar_keys(wrong: str) -> Sequence[str]:
     if group and last in group_names():
         return []
     if same_name := [key for key in leaves() if "." in key and key.rpartition(".")[2] == last]:
-        near_keys = [key for key in same_name if _are_near(group, key.rpartition(".")[0])]
-        return near_keys or same_name
+        groups = {key.rpartition(".")[0] for key in same_name}
+        near = difflib.get_close_matches(group, groups, len(groups))
+        return [key for key in same_name if key.rpartition(".")[0] in near] or same_name
     if _section_sentence(wrong, OTHER_SENTENCES):
         return []
     # A word that is a little like the name of a group is seldom that group.
@@ -202,10 +203,6 @@ def similar_keys(wrong: str) -> Sequence[str]:
         return [f"{group}.{near_keys[0]}" if group else near_keys[0]]
     all_keys = [] if _names_of(group) and group else list(key_types())
     return difflib.get_close_matches(wrong, all_keys, n=1, cutoff=0.8)
-
-
-def _are_near(group: str, other: str) -> bool:
-    return bool(difflib.get_close_matches(group, [other], n=1, cutoff=0.6))
 
 
 def hint_sentence(wrong: str) -> str | None:
@@ -247,7 +244,10 @@ def option_error(option: str, value: str | None) -> ConfigError:
 def _known_elsewhere(wrong: str) -> str | None:
     if text := _section_sentence(wrong, SECTIONS):
         return text
-    for name in _spellings(wrong):
+    # From the whole to its last part: lora.rank is lora_rank, actor.optim.lr is optim.lr.
+    parts = wrong.split(".")[-_MAX_PARTS:]
+    ends = [parts[start:] for start in range(len(parts))]
+    for name in [mark.join(end) for end in ends for mark in (".", "_")]:
         if "." in name and name in leaves():
             return name
         if found := _ANSWERS.get(name):
@@ -257,8 +257,7 @@ def _known_elsewhere(wrong: str) -> str | None:
 
 
 def _section_sentence(wrong: str, sections: Collection[str]) -> str | None:
-    """Return the sentence on one of these sections that has the key: critic.optim.lr is below
-    critic."""
+    """Return the sentence on a section above the key: critic.optim.lr is below critic."""
     parts = [part for part in wrong.split(".")[:-1] if part in sections]
     return OTHER_SENTENCES[parts[0]] if parts else None
 
@@ -266,14 +265,6 @@ def _section_sentence(wrong: str, sections: Collection[str]) -> str | None:
 def _plain(wrong: str) -> str:
     """Return a name in the form of the tables: --freeze-ViT and FREEZE_VIT are freeze_vit."""
     return wrong.replace("-", "_").lower()
-
-
-def _spellings(wrong: str) -> list[str]:
-    """Return a dotted name as other trainers may write it, from the whole to its last part:
-    lora.rank is lora_rank, actor.optim.lr is optim.lr."""
-    parts = wrong.split(".")[-_MAX_PARTS:]
-    ends = [parts[start:] for start in range(len(parts))]
-    return [mark.join(end) for end in ends for mark in (".", "_")]
 
 
 def _names_of(group: str) -> list[str]:

@@ -149,8 +149,7 @@ def to_yaml(cfg: Config) -> str:
 
 
 def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None = None) -> Config:
-    """Parse a Config that `to_yaml` wrote, with the keys of a file and single keys changed. Recipes
-    are not composed again."""
+    """Parse a Config that `to_yaml` wrote, with changed keys. Recipes are not composed again."""
     _check_keys(overrides)
     _refuse_recipes([*_recipes_of(file), *overrides])
     _refuse_variables(text, "config.yaml")

@@ -2,97 +2,72 @@
 and checks of their keys. The losses themselves are in training/row_losses.py."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
 
-from megatron_vlm.config.objective_configs import (
-    ObjectiveName,
-    RecordKind,
-    RecordName,
-    Reference,
-    RetrievalForm,
-)
-from megatron_vlm.config.schema import Config, get
-from megatron_vlm.config.teachers import refuse_stream
+from megatron_vlm.config import objective_configs
+from megatron_vlm.config.schema import Config, check_of, get
+from megatron_vlm.config.teachers import stream_errors
 from megatron_vlm.errors import ConfigError
 
 
-def check_retrieval(cfg: Config) -> None:
+def _retrieval_errors(cfg: Config) -> Iterator[ConfigError]:
     """Refuse settings that contradict train.objective=embed or rerank."""
     name = cfg.train.objective
     if cfg.data.system is not None:
-        raise ConfigError(
+        yield ConfigError(
             f": train.objective={name} has a system message of its own",
             key="data.system",
-            found=cfg.data.system,
             remedy=f"set {name}.instruction",
         )
     if cfg.data.truncation == "image_safe":
-        raise ConfigError(
+        yield ConfigError(
             f": train.objective={name} reads the last token of a row, which a cut would remove",
             key="data.truncation",
-            found=cfg.data.truncation,
             allowed=("error", "drop"),
         )
     ks = cfg.eval.recall_at
     if not ks or len(set(ks)) < len(ks) or any(type(k) is not int for k in ks):
-        raise ConfigError(
-            key="eval.recall_at",
-            found=list(ks),
-            allowed="whole numbers, each once, such as [1,5,10]",
+        yield ConfigError(
+            key="eval.recall_at", allowed="whole numbers, each once, such as [1,5,10]"
         )
-    _check_no_answers(cfg)
+    yield from _answer_errors(cfg)
     if name == "embed":
-        _check_embed(cfg)
+        yield from _embed_errors(cfg)
     elif cfg.rerank.positive_token == cfg.rerank.negative_token:
-        raise ConfigError(
-            "is rerank.positive_token, too",
-            key="rerank.negative_token",
-            found=cfg.rerank.negative_token,
-        )
+        yield ConfigError("is rerank.positive_token, too", key="rerank.negative_token")
     is_list = name == "rerank" and cfg.rerank.loss == "listwise"
     if is_list and cfg.rerank.hard_negatives == 0:
-        raise ConfigError(
+        yield ConfigError(
             ": rerank.loss=listwise compares a positive with negatives",
             key="rerank.hard_negatives",
-            found=0,
             allowed="1 or more, or null",
         )
 
 
-def _check_no_answers(cfg: Config) -> None:
-    keys: dict[str, bool | str | tuple[str, ...] | None] = {
-        "eval.generate": cfg.eval.generate,
-        "eval.metrics": cfg.eval.metrics,
-        "eval.candidates": cfg.eval.candidates,
-    }
-    for key, value in keys.items():
-        if value:
-            raise ConfigError(
+def _answer_errors(cfg: Config) -> Iterator[ConfigError]:
+    for key in ("eval.generate", "eval.metrics", "eval.candidates"):
+        if get(cfg, key):
+            yield ConfigError(
                 f": with train.objective={cfg.train.objective} the model writes no answers",
                 key=key,
-                found=list(value) if isinstance(value, tuple) else value,
                 remedy="leave it out; recall and nDCG are always measured",
             )
 
 
-def _check_embed(cfg: Config) -> None:
+def _embed_errors(cfg: Config) -> Iterator[ConfigError]:
     dimensions = cfg.embed.dimensions
     if any(type(size) is not int for size in dimensions):
-        raise ConfigError(
-            key="embed.dimensions",
-            found=list(dimensions),
-            allowed="whole numbers, such as [1024,256,64]",
-        )
+        yield ConfigError(key="embed.dimensions", allowed="whole numbers, such as [1024,256,64]")
     if len(set(dimensions)) < len(dimensions):
-        raise ConfigError("has a size twice", key="embed.dimensions", found=list(dimensions))
+        yield ConfigError("has a size twice", key="embed.dimensions")
     check_weights_of_terms(cfg, "embed.dimension_weights", "embed.dimensions", "size")
     if cfg.lora.dropout:
-        raise ConfigError(
+        yield ConfigError(
             ": the gradient of train.objective=embed is taken at embeddings of a forward pass "
             "without dropout",
             key="lora.dropout",
-            found=cfg.lora.dropout,
             allowed=0,
         )
 
@@ -131,7 +106,7 @@ def check_embedding_size(cfg: Config, hidden: int) -> None:
 class ObjectiveSpec:
     """Properties of an objective that are known without a model."""
 
-    records: RecordName
+    records: objective_configs.RecordName
     losses: tuple[str, ...] = ()  # the first one is the default
     has_reference: bool = False
     sft_coef: float = 0.0  # default of preference.sft_coef
@@ -147,7 +122,7 @@ _PAIR_LOSSES = (
     "bco_pair",
     "sppo_hard",
 ) + ("aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm")
-OBJECTIVES: dict[ObjectiveName, ObjectiveSpec] = {
+OBJECTIVES: dict[objective_configs.ObjectiveName, ObjectiveSpec] = {
     "sft": ObjectiveSpec("chat"),
     "dpo": ObjectiveSpec("pair", _PAIR_LOSSES, has_reference=True),
     "ipo": ObjectiveSpec("pair", ("ipo",), has_reference=True),
@@ -170,16 +145,18 @@ def spec_of(cfg: Config) -> ObjectiveSpec:
     return OBJECTIVES[cfg.train.objective]
 
 
-def records_of(cfg: Config) -> RecordKind:
+def records_of(cfg: Config) -> objective_configs.RecordKind:
     """Return the kind of the records, and for queries with documents their form."""
     if (records := spec_of(cfg).records) != "query":
         return records
     if cfg.train.objective == "embed":
-        return RetrievalForm(cfg.embed.instruction, cfg.embed.hard_negatives)
+        return objective_configs.RetrievalForm(cfg.embed.instruction, cfg.embed.hard_negatives)
     rerank = cfg.rerank
     tokens = (rerank.positive_token, rerank.negative_token)
     is_list = rerank.loss == "listwise"
-    return RetrievalForm(rerank.instruction, rerank.hard_negatives, tokens, is_list)
+    return objective_configs.RetrievalForm(
+        rerank.instruction, rerank.hard_negatives, tokens, is_list
+    )
 
 
 def losses_of(cfg: Config) -> dict[str, float]:
@@ -189,11 +166,11 @@ def losses_of(cfg: Config) -> dict[str, float]:
     return dict(zip(losses, weights, strict=True))
 
 
-def reference_of(cfg: Config) -> Reference | None:
+def reference_of(cfg: Config) -> objective_configs.Reference | None:
     """Return where the log-probs of the reference are from, or None if none are needed."""
     if not spec_of(cfg).has_reference:
         return None
-    for source in get_args(Reference):
+    for source in get_args(objective_configs.Reference):
         if source == cfg.preference.reference:
             return source
     if reference_folder(cfg) is not None:
@@ -210,10 +187,9 @@ def trains_adapters_alone(cfg: Config) -> bool:
 
 
 def reference_folder(cfg: Config) -> str | None:
-    """Return the folder with the scores of the reference; None if the initial model is the
-    reference."""
+    """Return the folder with the scores of the reference; None if it is the initial model."""
     value = cfg.preference.reference
-    return None if value in ("auto", *get_args(Reference)) else value
+    return None if value in ("auto", *get_args(objective_configs.Reference)) else value
 
 
 def needs_mismatched(cfg: Config) -> bool:
@@ -221,125 +197,108 @@ def needs_mismatched(cfg: Config) -> bool:
     return cfg.train.objective == "kto" and "kto" in losses_of(cfg)
 
 
-def check_objective(cfg: Config) -> None:
+@check_of
+def check_objective(cfg: Config) -> Iterator[ConfigError]:
     """Refuse settings of objectives that contradict each other."""
     spec, preference, name = spec_of(cfg), cfg.preference, cfg.train.objective
     unknown = [loss for loss in preference.losses if loss not in spec.losses]
     if unknown:
+        others = [other for other, each in OBJECTIVES.items() if unknown[0] in each.losses]
         raise ConfigError(
             f"is not a loss of train.objective={name}",
             key="preference.losses",
             found=unknown[0],
             allowed=spec.losses or ("none",),
-            remedy=_remedy_of(unknown[0]),
+            remedy=f"train.objective={others[0]} has it" if others else "",
         )
     if len(set(preference.losses)) < len(preference.losses):
         raise ConfigError(
             "has a loss twice", key="preference.losses", found=list(preference.losses)
         )
     check_weights_of_terms(cfg, "preference.loss_weights", "preference.losses", "loss")
-    _check_distill(cfg)
+    if cfg.distill.beta != 0.5 and cfg.distill.divergence != "jsd":
+        yield ConfigError(
+            f"has no effect with distill.divergence={cfg.distill.divergence}",
+            key="distill.beta",
+            remedy="give distill.divergence=jsd",
+        )
     folder = reference_folder(cfg)
     if folder is not None and not spec.has_reference:
         names = [each for each, objective in OBJECTIVES.items() if objective.has_reference]
-        raise ConfigError(
+        yield ConfigError(
             f"has no effect with train.objective={name}",
             key="preference.reference",
-            found=folder,
             remedy=f"give train.objective={' or '.join(names)}",
         )
     if spec.records == "chat":
         return
     if spec.records == "query":
-        check_retrieval(cfg)
+        yield from _retrieval_errors(cfg)
         return
     if cfg.data.train_on not in ("all_assistant", "last_assistant"):
-        raise ConfigError(
+        yield ConfigError(
             f": train.objective={name} compares the answers of the assistant",
             key="data.train_on",
-            found=cfg.data.train_on,
             allowed=("all_assistant", "last_assistant"),
         )
-    _check_smoothing(cfg)
-    _check_reference(cfg)
+    yield from _smoothing_errors(cfg)
+    yield from _reference_errors(cfg)
 
 
-def _remedy_of(loss: str) -> str:
-    names = [name for name, spec in OBJECTIVES.items() if loss in spec.losses]
-    return f"train.objective={names[0]} has it" if names else ""
-
-
-def _check_distill(cfg: Config) -> None:
-    distill = cfg.distill
-    if distill.beta != 0.5 and distill.divergence != "jsd":
-        raise ConfigError(
-            f"has no effect with distill.divergence={distill.divergence}",
-            key="distill.beta",
-            found=distill.beta,
-            remedy="give distill.divergence=jsd",
-        )
-
-
-def _check_smoothing(cfg: Config) -> None:
+def _smoothing_errors(cfg: Config) -> Iterator[ConfigError]:
     smoothing, losses = cfg.preference.label_smoothing, losses_of(cfg)
     uses = SMOOTHED & set(losses)
     if smoothing and not uses:
-        raise ConfigError(
+        yield ConfigError(
             f"has no effect on {', '.join(losses)}",
             key="preference.label_smoothing",
-            found=smoothing,
             remedy=f"choose one of {', '.join(sorted(SMOOTHED))}; robust is sigmoid with it",
         )
     if "exo_pair" in losses and not smoothing:
-        raise ConfigError(
+        yield ConfigError(
             ": exo_pair takes its logarithm",
             key="preference.label_smoothing",
-            found=smoothing,
             allowed="more than 0, such as 0.001",
         )
     if "robust" in losses and smoothing >= 0.5:
-        raise ConfigError(
+        yield ConfigError(
             ": robust divides by 1 - 2 x label_smoothing",
             key="preference.label_smoothing",
-            found=smoothing,
             allowed="less than 0.5",
         )
 
 
-def _check_reference(cfg: Config) -> None:
-    reference, found = reference_of(cfg), cfg.preference.reference
-    if (folder := reference_folder(cfg)) is not None:
-        refuse_stream(cfg, "preference.reference", folder)
+def _reference_errors(cfg: Config) -> Iterator[ConfigError]:
+    reference = reference_of(cfg)
+    if reference_folder(cfg) is not None:
+        yield from stream_errors(cfg, "preference.reference")
     if reference == "adapters_off":
-        _check_adapters_off(cfg)
+        yield from _adapter_errors(cfg)
     if reference == "keep" and cfg.data.is_stream:
-        raise ConfigError(
+        yield ConfigError(
             ": data.train is a stream, whose samples are not known before the first step",
             key="preference.reference",
-            found=found,
             remedy="give preference.reference=adapters_off or model",
         )
     if reference == "keep" and needs_mismatched(cfg):
-        raise ConfigError(
+        yield ConfigError(
             ": kto compares each answer with those to other prompts of its batch, which are not "
             "known before the first step",
             key="preference.reference",
-            found=found,
             remedy="give preference.reference=adapters_off or model, or choose "
             "preference.losses=[apo_zero_unpaired], which compares with none",
         )
     compared = sorted(BATCH_LOSSES & set(losses_of(cfg)))
     if cfg.lora.dropout and compared:
-        raise ConfigError(
+        yield ConfigError(
             f": the gradient of {', '.join(compared)} is taken at log-probs of a forward pass "
             "without dropout",
             key="lora.dropout",
-            found=cfg.lora.dropout,
             allowed=0,
         )
 
 
-def _check_adapters_off(cfg: Config) -> None:
+def _adapter_errors(cfg: Config) -> Iterator[ConfigError]:
     why = ""
     if not cfg.lora.rank:
         why = "there are no adapters"
@@ -348,17 +307,15 @@ def _check_adapters_off(cfg: Config) -> None:
     elif cfg.lora.path is not None:
         why = "lora.path continues an adapter, so the model without it is not the initial one"
     if why:
-        raise ConfigError(
-            f": {why}", key="preference.reference", found="adapters_off", allowed=("keep", "model")
-        )
+        yield ConfigError(f": {why}", key="preference.reference", allowed=("keep", "model"))
 
 
-def check_rewarded(objective: str) -> None:
+@check_of
+def check_rewarded(cfg: Config) -> Iterator[ConfigError]:
     """Refuse a method that learns from rewards, which another command has."""
-    if objective in _REWARDED:
-        raise ConfigError(
+    if cfg.train.objective in _REWARDED:
+        yield ConfigError(
             "learns from rewards, which is another command",
             key="train.objective",
-            found=objective,
             remedy="write megatron-vlm rl with a recipe such as rl=grpo",
         )

@@ -1,6 +1,7 @@
 """Optimizers: the states that they keep for each weight, and the bytes of these. Checkpoint,
 planner, model card and training read this table. It needs no torch, as a plan needs none."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_vlm.config.schema import OptimConfig
@@ -63,28 +64,25 @@ _OPTIMIZERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def check_muon(optim: OptimConfig) -> None:
+def muon_errors(optim: OptimConfig) -> Iterator[ConfigError]:
     """Refuse settings that have no effect with the optimizer, or that Muon does not have."""
     defaults = OptimConfig()
     for name in ("muon_lr", "muon"):
-        if optim.name != "muon" and (value := getattr(optim, name)) != getattr(defaults, name):
-            raise ConfigError(
+        if optim.name != "muon" and getattr(optim, name) != getattr(defaults, name):
+            yield ConfigError(
                 f"is a setting of Muon, and optim.name is {optim.name}",
                 key=f"optim.{name}",
-                found=value,
                 remedy="give optim.name=muon, or leave it out",
             )
     if optim.name == "muon" and optim.offload:
-        raise ConfigError(
+        yield ConfigError(
             "keeps AdamW's states in host memory, and Muon orthogonalises on the device",
             key="optim.offload",
-            found=optim.offload,
             remedy="set it to 0, or give optim.name=adamw",
         )
     if optim.muon_lr is not None and not optim.lr:
-        raise ConfigError(
+        yield ConfigError(
             ": the schedule scales optim.muon_lr as it scales optim.lr, which is 0",
             key="optim.muon_lr",
-            found=optim.muon_lr,
             remedy="give optim.lr more than 0: it is the rate of embeddings, norms and the head",
         )

@@ -3,8 +3,9 @@
 The comment after a key is its description in docs/configuration.md (scripts/make_config_docs.py).
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, get_type_hints
 
 from omegaconf import MISSING
@@ -15,6 +16,7 @@ from megatron_vlm.config.bounds import (
     AboveZero32,
     Count,
     Decay,
+    DraftTokens,
     FailedReward,
     FrameCount,
     Minutes,
@@ -34,6 +36,7 @@ from megatron_vlm.config.objective_configs import (
     PreferenceConfig,
     RerankConfig,
 )
+from megatron_vlm.errors import ConfigError
 
 # Value of engine.name and teacher.engine: the ranks themselves, and no engine.
 OWN = "own"
@@ -327,6 +330,7 @@ class EngineConfig:
     max_len: Natural | None = None  # tokens of a row; null: what a step of rl has; serve: 32768
     pictures: Natural | None = None  # maximum images per row; null: as in prompt, + 1 a turn
     videos: Count = 0  # maximum videos of a prompt
+    draft_tokens: DraftTokens = 0  # tokens a round that the model's MTP head drafts
     options: dict[str, Any] = field(
         default_factory=dict
     )  # settings of this engine alone: EngineArgs of vLLM
@@ -418,3 +422,15 @@ def get(cfg: Any, key: str) -> Any:
     for name in key.split("."):
         cfg = getattr(cfg, name)
     return cfg
+
+
+def check_of(errors_in: Callable[[Any], Iterator[ConfigError]]) -> Callable[[Any], None]:
+    """Make a check of a configuration from the errors that are in it. The first one is raised, and
+    its key gets its value; an error that shows no value is raised inside."""
+
+    @wraps(errors_in)
+    def check(cfg: Any) -> None:
+        for error in errors_in(cfg):
+            raise ConfigError(**error.fields() | {"found": get(cfg, error.key)})
+
+    return check

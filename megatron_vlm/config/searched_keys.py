@@ -1,10 +1,9 @@
 """Keys that the planner chooses: `parallel.auto`, which the recipe parallel=auto sets."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, check_of
 from megatron_vlm.errors import ConfigError
 
 # What `megatron-vlm plan` searches over.
@@ -43,45 +42,43 @@ def without_given(cfg: Config, overrides: Sequence[str], in_file: Sequence[str])
     return replace(cfg, parallel=replace(cfg.parallel, auto=auto))
 
 
-def check_auto(cfg: Config) -> None:
+@check_of
+def check_auto(cfg: Config) -> Iterator[ConfigError]:
     """Refuse keys that the planner does not choose, and settings that it cannot work with."""
     parallel = cfg.parallel
     for name in parallel.auto:
         if name not in SEARCHED:
-            raise ConfigError(
-                key="parallel.auto",
-                found=list(parallel.auto),
-                allowed=f"all, or names of keys among {', '.join(SEARCHED)}",
+            yield ConfigError(
+                key="parallel.auto", allowed=f"all, or names of keys among {', '.join(SEARCHED)}"
             )
     if parallel.auto and parallel.virtual_stages > 1:
-        raise ConfigError(
+        yield ConfigError(
             ": parallel.auto searches over layouts without chunks",
             key="parallel.virtual_stages",
-            found=parallel.virtual_stages,
             remedy="leave it out, or give parallel.tp and parallel.pp in place of parallel=auto",
         )
     if "parallel.tp" in parallel.auto and cfg.launch.backend == "ray":
-        raise ConfigError(
+        yield ConfigError(
             "places the ranks by parallel.tp before the layout is planned",
             key="launch.backend",
-            found="ray",
             remedy="give parallel.tp=N, such as the one that megatron-vlm plan prints",
         )
 
 
-def check_layers(layers: Any, virtual_stages: int) -> None:
+@check_of
+def check_layers(cfg: Config) -> Iterator[ConfigError]:
+    """Refuse layers of stages that are no list of numbers, or that chunks would make of auto."""
+    layers, virtual_stages = cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages
     listed = isinstance(layers, list) and all(type(count) is int for count in layers)
     if not (listed or layers in (None, "auto")):
-        raise ConfigError(
+        yield ConfigError(
             key="parallel.layers_per_stage",
-            found=layers,
             allowed="auto, or a list with one whole number for each stage, such as [0,12,12,12]",
         )
     if layers == "auto" and virtual_stages > 1:
-        raise ConfigError(
+        yield ConfigError(
             "chooses the layers of stages, not of the chunks that "
             f"parallel.virtual_stages={virtual_stages} makes of them",
             key="parallel.layers_per_stage",
-            found=layers,
             allowed="a list, or null",
         )

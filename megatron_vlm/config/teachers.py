@@ -1,9 +1,9 @@
 """The group `teacher`: one folder of scores for train.objective=distill, or for `rl` the checkpoint
 of all prompts or of each source of prompts, which may be the trained model itself."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from megatron_vlm.config.schema import OWN, Config, TeacherConfig
+from megatron_vlm.config.schema import OWN, Config, TeacherConfig, check_of
 from megatron_vlm.errors import ConfigError
 
 ALL_SOURCES = ""  # the name of the only teacher
@@ -37,123 +37,112 @@ def needs_initial_model(cfg: Config) -> bool:
     return is_teacher or cfg.rl.kl_coef is not None
 
 
-def check_teacher(cfg: Config) -> None:
+@check_of
+def check_teacher(cfg: Config) -> Iterator[ConfigError]:
     """Refuse a teacher that cannot be found, or settings for a missing teacher."""
     teacher = cfg.teacher
     if not isinstance(teacher.options, dict):
-        raise ConfigError(key="teacher.options", found=teacher.options, allowed="{NAME: VALUE}")
+        yield ConfigError(key="teacher.options", allowed="{NAME: VALUE}")
     if cfg.train.objective == "distill":
-        _check_target_folder(cfg)
+        yield from _target_folder_errors(cfg)
     elif teacher.path is None:
         remedy = "give teacher.path=CHECKPOINT, or leave it out"
-        _refuse_others(teacher, "belongs to teacher.path, which is not set", remedy)
+        yield from _unused_errors(teacher, "belongs to teacher.path, which is not set", remedy)
     else:
-        _check_checkpoints(cfg)
+        yield from _checkpoint_errors(cfg)
 
 
-def _check_target_folder(cfg: Config) -> None:
+def _target_folder_errors(cfg: Config) -> Iterator[ConfigError]:
     """Refuse distillation from stored scores without these, or with scores of a stream."""
     teacher = cfg.teacher
     if not isinstance(teacher.path, str):
-        raise ConfigError(
+        yield ConfigError(
             "is not set" if teacher.path is None else "",
             key="teacher.path",
-            found=teacher.path,
             remedy="train.objective=distill learns from a folder that megatron-vlm score has "
             "written with --top-k",
         )
-    refuse_stream(cfg, "teacher.path", teacher.path)
+    yield from stream_errors(cfg, "teacher.path")
     problem = "is of a teacher that megatron-vlm rl runs, and train.objective=distill reads scores"
-    _refuse_others(teacher, problem, "leave it out", ("path", "top_k"))
+    yield from _unused_errors(teacher, problem, "leave it out", ("path", "top_k"))
 
 
-def refuse_stream(cfg: Config, key: str, folder: str) -> None:
+def stream_errors(cfg: Config, key: str) -> Iterator[ConfigError]:
     """Refuse a folder of scores for a stream."""
     if cfg.data.is_stream:
-        raise ConfigError(
+        yield ConfigError(
             "has scores of records, and those of a stream are not known ahead",
             key=key,
-            found=folder,
             remedy="download the data, and give its files",
         )
 
 
-def _refuse_others(
+def _unused_errors(
     teacher: TeacherConfig, problem: str, remedy: str, used: tuple[str, ...] = ("path",)
-) -> None:
+) -> Iterator[ConfigError]:
     """Refuse settings that would have no effect."""
     for name, default in vars(TeacherConfig()).items():
-        if name not in used and (value := getattr(teacher, name)) != default:
-            raise ConfigError(problem, key=f"teacher.{name}", found=value, remedy=remedy)
+        if name not in used and getattr(teacher, name) != default:
+            yield ConfigError(problem, key=f"teacher.{name}", remedy=remedy)
 
 
-def _check_view(cfg: Config) -> None:
+def _view_errors(cfg: Config) -> Iterator[ConfigError]:
     """Refuse views and divergences that teachers of `rl` do not have."""
     teacher, is_self = cfg.teacher, SELF in teachers_of(cfg).values()
     if is_self and teacher.view is None:
-        raise ConfigError(
+        yield ConfigError(
             ": the model itself has nothing to teach without teacher.view",
             key="teacher.path",
-            found=teacher.path,
             remedy="give teacher.view=FILE.py:NAME, or ./self for a folder of this name",
         )
     if not is_self and teacher.weights != TeacherConfig().weights:
-        raise ConfigError(
-            "belongs to teacher.path=self",
-            key="teacher.weights",
-            found=teacher.weights,
-            remedy="leave it out",
+        yield ConfigError(
+            "belongs to teacher.path=self", key="teacher.weights", remedy="leave it out"
         )
     if teacher.view is not None and teacher.engine != OWN:
-        raise ConfigError(
+        yield ConfigError(
             ": engines score what the student sees, and teacher.view is set",
             key="teacher.engine",
-            found=teacher.engine,
             remedy=f"give teacher.engine={OWN}",
         )
     if not teacher.top_k and cfg.distill.divergence not in (None, "reverse"):
-        raise ConfigError(
+        yield ConfigError(
             ": of the drawn token alone, only the reverse KL can be estimated",
             key="distill.divergence",
-            found=cfg.distill.divergence,
             remedy="give teacher.top_k, such as 100",
         )
 
 
-def _check_checkpoints(cfg: Config) -> None:
+def _checkpoint_errors(cfg: Config) -> Iterator[ConfigError]:
     """Refuse teachers of `rl` that have no name or that could not be run."""
     teacher, path = cfg.teacher, cfg.teacher.path
     named = path if isinstance(path, Mapping) else {"all": path}
     if not named or not all(
         isinstance(each, str) and each for pair in named.items() for each in pair
     ):
-        raise ConfigError(
+        yield ConfigError(
             key="teacher.path",
-            found=path,
             allowed="a checkpoint's folder, its name on the Hub, self, or {SOURCE: one of these}",
         )
-    _check_view(cfg)
+    yield from _view_errors(cfg)
     if teacher.top_k and cfg.rl.entropy_coef is not None:
-        raise ConfigError(
+        yield ConfigError(
             ": with teacher.top_k the head computes the divergence from the teacher instead",
             key="rl.entropy_coef",
-            found=cfg.rl.entropy_coef,
             remedy="set rl.entropy_coef=null, or teacher.top_k=null",
         )
     if teacher.engine == OWN:
         if teacher.devices or teacher.options:
-            raise ConfigError(
+            yield ConfigError(
                 "starts no engine, and teacher.devices or teacher.options is set",
                 key="teacher.engine",
-                found=OWN,
                 remedy="give teacher.engine=vllm, or leave them out",
             )
         return
     count = len(set(teachers_of(cfg).values()))
     if len(teacher.devices) % count:
-        raise ConfigError(
+        yield ConfigError(
             f"has {len(teacher.devices)} engines for {count} teachers, which get equal shares",
             key="teacher.devices",
-            found=list(teacher.devices),
             remedy=f"give a multiple of {count}, the engines of the first teacher first",
         )

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Literal, get_args
 
 from megatron_vlm.config.base_types import BaseType
-from megatron_vlm.config.schema import Config, LoraConfig
+from megatron_vlm.config.schema import Config, LoraConfig, check_of
 from megatron_vlm.errors import ConfigError
 
 SWITCHES = ("vision", "merger", "language")  # the parts of model.freeze_*
@@ -42,66 +41,57 @@ def export_of(cfg: Config) -> Exported:
     return next(iter(exports(cfg)), "adapter")
 
 
-def check_lora(cfg: Config) -> None:
+@check_of
+def check_lora(cfg: Config) -> Iterator[ConfigError]:
     """Refuse values of lora.* and checkpoint.export that cannot work, alone or together."""
-    for error in _errors(cfg) if cfg.lora.rank else _leftovers(cfg):
-        raise error
+    yield from _errors(cfg) if cfg.lora.rank else _leftovers(cfg)
 
 
 def _leftovers(cfg: Config) -> Iterator[ConfigError]:
     """Yield an error for each setting of adapters, where there are none."""
     default = LoraConfig()
-    for name in [each.name for each in fields(default)]:
-        if (value := getattr(cfg.lora, name)) != getattr(default, name):
+    for name, unused in vars(default).items():
+        if getattr(cfg.lora, name) != unused:
             yield ConfigError(
                 "has no effect: lora.rank=0 means that there are no adapters",
                 key=f"lora.{name}",
-                found=value,
                 remedy="set lora.rank=16, or choose a recipe such as lora=default",
             )
     export = cfg.checkpoint.export
     if not isinstance(export, bool):
-        yield ConfigError(
-            ": there are no adapters", key="checkpoint.export", found=export, allowed=(True, False)
-        )
+        yield ConfigError(": there are no adapters", key="checkpoint.export", allowed=(True, False))
 
 
 def _errors(cfg: Config) -> Iterator[ConfigError]:
     lora, export = cfg.lora, cfg.checkpoint.export
     if not isinstance(export, bool) and export not in ("adapter", "merged", "both"):
         yield ConfigError(
-            key="checkpoint.export",
-            found=export,
-            allowed=("adapter", "merged", "both", True, False),
+            key="checkpoint.export", allowed=("adapter", "merged", "both", True, False)
         )
     if lora.base not in (None, *get_args(BaseType)):
         allowed = (*get_args(BaseType), None)
-        yield ConfigError(key="lora.base", found=lora.base, allowed=allowed)
+        yield ConfigError(key="lora.base", allowed=allowed)
     for name, names in (("targets", lora.targets), ("train", lora.train)):
         if not all(isinstance(each, str) and each for each in names):
-            yield ConfigError(key=f"lora.{name}", found=names, allowed="a list of names")
+            yield ConfigError(key=f"lora.{name}", allowed="a list of names")
     if not lora.targets:
-        yield ConfigError(
+        raise ConfigError(
             "is empty",
             key="lora.targets",
             remedy="give parts such as [attention,mlp], or set lora.rank=0",
         )
     for part in lora.train:
         if part not in SWITCHES:
-            yield ConfigError(
-                f": {part} is not a part", key="lora.train", found=lora.train, allowed=SWITCHES
-            )
+            yield ConfigError(f": {part} is not a part", key="lora.train", allowed=SWITCHES)
         elif getattr(cfg.model, f"freeze_{part}"):
             yield ConfigError(
                 f"trains what model.freeze_{part}=true keeps as it is",
                 key="lora.train",
-                found=lora.train,
                 remedy="change one of them",
             )
     if "adapter" in exports(cfg) and (whole := [p for p in lora.train if p != "merger"]):
         yield ConfigError(
             f": PEFT's files have no place for the weights of {whole[0]} as a whole",
             key="lora.train",
-            found=lora.train,
             remedy="set checkpoint.export=merged, or false",
         )

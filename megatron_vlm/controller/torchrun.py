@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm import errors
-from megatron_vlm.controller.rank_worker import (
-    BrokenError,
-    FailedElsewhereError,
-    RankWorker,
-    WorkerError,
-    backward_of,
-    first_failure,
-    with_rank,
-)
+from megatron_vlm.controller import rank_worker
 from megatron_vlm.controller.worker_group import (
     BatchLike,
     Join,
@@ -53,8 +45,8 @@ _ERRORS: dict[str, type[MegatronVLMError]] = {
         errors.TrainError,
         MegatronVLMError,
         MeetingError,
-        WorkerError,
-        FailedElsewhereError,
+        rank_worker.WorkerError,
+        rank_worker.FailedElsewhereError,
     )
 }
 
@@ -65,7 +57,7 @@ def result_to_bytes(answer: Any) -> bytes:
     rows: list[Tensor] = []
     if isinstance(answer, Exception):
         known = next((kind for kind in type(answer).__mro__ if kind.__name__ in _ERRORS), None)
-        name = WorkerError.__name__ if known is None else known.__name__
+        name = rank_worker.WorkerError.__name__ if known is None else known.__name__
         meta = {"kind": "error", "name": name, "fields": error_to_json(answer)}
     elif isinstance(answer, StepMetrics):
         figures = [answer.loss, answer.num_tokens, answer.means]
@@ -121,7 +113,7 @@ class LocalTransport:
     """Transport to this rank's RankWorker, whose calls are complete when they return."""
 
     def __init__(self, worker: MegatronWorker):
-        self.member = RankWorker(worker)
+        self.member = rank_worker.RankWorker(worker)
         self.grid, self.dims = worker.grid, worker.dims
 
     def call(self, join: Join[T], method: str, parts: Parts, *args: Any) -> Future[T]:
@@ -130,7 +122,7 @@ class LocalTransport:
         future: Future[T] = Future()
         try:
             future.set_result(join(self.answers(partial(self.member.call, method, *args))))
-        except BrokenError:
+        except rank_worker.BrokenError:
             # Raise at once: the other ranks cannot be notified. They end when this process does.
             raise
         except MegatronVLMError as error:
@@ -148,7 +140,7 @@ class LocalTransport:
         failure: Exception | None = None
         try:
             local_result = work()
-        except BrokenError:
+        except rank_worker.BrokenError:
             raise
         except Exception as error:
             failure = error
@@ -156,7 +148,7 @@ class LocalTransport:
         # Gather from all ranks, not only from this replica: an error must reach every rank.
         results = [result_from_bytes(result) for result in all_gather_bytes(encoded)]
         if errors := [result for result in results if isinstance(result, Exception)]:
-            raise first_failure(errors) from failure
+            raise rank_worker.first_failure(errors) from failure
         leaders = map(self.dims.leader_of, range(self.dims.dp))
         return [results[rank] for rank in leaders]
 
@@ -194,9 +186,9 @@ def backward_together(requests: Sequence[SummedLoss]) -> list[StepMetrics]:
 
     def run() -> list[StepMetrics]:
         try:
-            return backward_of(members, parts, [request.call for request in requests])
+            return rank_worker.backward_of(members, parts, [request.call for request in requests])
         except Exception as error:
-            raise with_rank(error, members[0].worker.grid.rank) from error
+            raise rank_worker.with_rank(error, members[0].worker.grid.rank) from error
 
     joined = []
     for request, *of_replicas in zip(requests, *transports[0].answers(run), strict=True):

@@ -16,15 +16,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config, get, leaves
+from megatron_vlm.distributed import process
 from megatron_vlm.distributed.collectives import all_gather_bytes, all_gather_json, host_group
 from megatron_vlm.distributed.error_json import ShownValue, error_from_json, error_to_json
 from megatron_vlm.distributed.job_store import SignedStore
-from megatron_vlm.distributed.process import (
-    ON_ALL_RANKS,
-    PREEMPTED,
-    print_stopped_early,
-    stop_signals_to,
-)
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -55,15 +50,15 @@ class Signals:
         self.received: int | None = None
         self.can_save = False
         self.handling = contextlib.ExitStack()
-        self.handling.enter_context(stop_signals_to(self._note))
+        self.handling.enter_context(process.stop_signals_to(self._note))
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self.received is not None:
             raise KeyboardInterrupt
         self.received = number
         if not self.can_save:
-            print_stopped_early()
-            raise SystemExit(PREEMPTED)
+            process.print_stopped_early()
+            raise SystemExit(process.PREEMPTED)
 
     def restore(self) -> None:
         """Restore the previous handlers."""
@@ -111,7 +106,7 @@ def fail_together(
         fields = error_from_json(next(each for each in errors_of_ranks if each is not None))
     if decision >= Vote.FAILED:
         shared = failure or (LostError if decision == Vote.LOST else error_type)(**fields)
-        setattr(shared, ON_ALL_RANKS, True)
+        setattr(shared, process.ON_ALL_RANKS, True)
         raise shared
     if decision == Vote.STOP:
         raise Stopped

@@ -39,31 +39,27 @@ def _find_host_group() -> dist.ProcessGroup | None:
     return next((group for group in groups if group.group_desc == _HOST_GROUP), None)
 
 
-def broadcast_bytes(
-    message: bytes | None, source: int, group: Group = None, device: torch.device = HOST
-) -> bytes:
-    """Return the bytes of rank `source`, of the whole job, on every rank of the group."""
+def broadcast_bytes(message: bytes | None, source: int, group: Group = None) -> bytes:
+    """Return the bytes of rank `source`, of the whole job, on every rank of a group of hosts."""
     content = message if dist.get_rank() == source else None
     assert content is not None or dist.get_rank() != source
     group = group or host_group()
     if group.size() == 1:
         return content or b""
-    size = _number(0 if content is None else len(content), device)
+    size = _number(0 if content is None else len(content), HOST)
     dist.broadcast(size, source, group=group)
     count = int(size) if content is None else len(content)
     if not count:
         return b""
-    data = _empty_bytes(count, device) if content is None else _pack_bytes(content, device)
+    data = _empty_bytes(count, HOST) if content is None else _pack_bytes(content, HOST)
     dist.broadcast(data, source, group=group)
     return _unpack_bytes(data)
 
 
-def broadcast_json(
-    value: Any, source: int, group: Group = None, device: torch.device = HOST
-) -> Any:
+def broadcast_json(value: Any, source: int, group: Group = None) -> Any:
     """Return the JSON value of rank `source` on every rank of the group, with tuples as lists."""
     text = json.dumps(value).encode() if dist.get_rank() == source else None
-    return json.loads(broadcast_bytes(text, source, group, device))
+    return json.loads(broadcast_bytes(text, source, group))
 
 
 def all_gather_bytes(

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,39 +21,47 @@ _DRIVER_FILES = ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MANY_PARAMETERS = 10**8  # more than models for tests have
 
-# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets, with fp32 accumulation and
-# without sparsity; that of fp32 for WITHOUT_BF16. The first name that matches counts.
-PEAK_FLOPS_BF16 = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 150e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "V100": 15.7e12,
-    "T4": 8.1e12,
-    "RTX PRO 6000 Blackwell": 504e12,
-    "RTX 5090": 210e12,
-    "RTX 4090": 165e12,
-    "RTX 4080 SUPER": 104e12,
-    "RTX 4080": 97e12,
-    "RTX 4070 Ti SUPER": 88e12,
-    "RTX 4070 Ti": 80e12,
-    "RTX 4070 SUPER": 71e12,
-    "RTX 4070": 58e12,
-    "RTX 3090": 71e12,
-    "RTX A6000": 155e12,
+
+class DataSheet(NamedTuple):
+    """A GPU by its vendor's data sheet."""
+
+    peak: float  # dense bf16 FLOP/s with fp32 accumulation; of fp32 for WITHOUT_BF16
+    bandwidth: float  # bytes per second of its memory
+    memory: int  # GiB
+
+
+# The first name that matches counts.
+CARDS = {
+    "GB200": DataSheet(2500e12, 8.0e12, 186),
+    "B200": DataSheet(2250e12, 8.0e12, 180),
+    "GH200": DataSheet(989e12, 4.0e12, 96),
+    "H200": DataSheet(989e12, 4.8e12, 141),
+    "H100 PCIe": DataSheet(756e12, 2.0e12, 80),
+    "H100 NVL": DataSheet(835e12, 3.9e12, 94),
+    "H100": DataSheet(989e12, 3.35e12, 80),
+    "H800 PCIe": DataSheet(756e12, 2.0e12, 80),
+    "H800": DataSheet(989e12, 3.35e12, 80),
+    "H20": DataSheet(148e12, 4.0e12, 96),
+    "A100": DataSheet(312e12, 2.0e12, 80),
+    "A800": DataSheet(312e12, 2.0e12, 80),
+    "A40": DataSheet(150e12, 0.696e12, 48),
+    "A10G": DataSheet(70e12, 0.6e12, 24),
+    "A10": DataSheet(125e12, 0.6e12, 24),
+    "L40S": DataSheet(362e12, 0.864e12, 48),
+    "L4": DataSheet(121e12, 0.3e12, 24),
+    "V100": DataSheet(15.7e12, 0.9e12, 32),
+    "T4": DataSheet(8.1e12, 0.32e12, 16),
+    "RTX PRO 6000 Blackwell": DataSheet(504e12, 1.792e12, 96),
+    "RTX 5090": DataSheet(210e12, 1.792e12, 32),
+    "RTX 4090": DataSheet(165e12, 1.008e12, 24),
+    "RTX 4080 SUPER": DataSheet(104e12, 0.736e12, 16),
+    "RTX 4080": DataSheet(97e12, 0.717e12, 16),
+    "RTX 4070 Ti SUPER": DataSheet(88e12, 0.672e12, 16),
+    "RTX 4070 Ti": DataSheet(80e12, 0.504e12, 12),
+    "RTX 4070 SUPER": DataSheet(71e12, 0.504e12, 12),
+    "RTX 4070": DataSheet(58e12, 0.504e12, 12),
+    "RTX 3090": DataSheet(71e12, 0.936e12, 24),
+    "RTX A6000": DataSheet(155e12, 0.768e12, 48),
 }
 WITHOUT_BF16 = ("V100", "T4")
 
@@ -154,12 +163,12 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def card_of(name: str) -> str | None:
-    """Return the entry of PEAK_FLOPS_BF16 for a device with this name, matched by whole words: an
+    """Return the entry of CARDS for a device with this name, matched by whole words: an
     H200 is no H20, and a GB200 no B200. Case, spaces and RTX do not matter: rtx4090 and 4070ti are
     known. Variants with another power limit, such as Max-Q or Laptop, are other devices."""
     if re.search(r"\b(Max-Q|Laptop|MIG)\b", name):
         return None
-    return next((key for key in PEAK_FLOPS_BF16 if _pattern_of(key).search(name)), None)
+    return next((key for key in CARDS if _pattern_of(key).search(name)), None)
 
 
 def _pattern_of(card: str) -> re.Pattern[str]:
@@ -170,7 +179,7 @@ def _pattern_of(card: str) -> re.Pattern[str]:
 def peak_of(name: str) -> float | None:
     """Return the peak of a device with this name, or None if the table does not have it."""
     card = card_of(name)
-    return None if card is None else PEAK_FLOPS_BF16[card]
+    return None if card is None else CARDS[card].peak
 
 
 def pick_platform(name: str = "auto") -> Platform:
@@ -248,8 +257,7 @@ class Gpu:
 
 
 def memory_outside(platform: Platform) -> int:
-    """Return the bytes of a GPU that are in use outside torch's allocator, by any process; else
-    0."""
+    """Return the bytes of a GPU in use outside torch's allocator, by any process; else 0."""
     if not platform.is_cuda:
         return 0
     free, total = torch.cuda.mem_get_info(platform.device)

@@ -17,8 +17,7 @@ _GIB = 2**30
 
 
 def try_as_rank() -> None:
-    """Run the trial as one rank; rank 0 prints a summary. An error has one line, which comes
-    last."""
+    """Run the trial as one rank; rank 0 prints a summary. An error is one line, the last."""
     store, rank, seconds, world, backend = sys.argv[1:6]
     print(try_groups(store, int(rank), int(world), float(seconds), backend))
 

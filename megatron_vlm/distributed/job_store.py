@@ -63,8 +63,7 @@ def listen_at(host: str, port: int, timeout: datetime.timedelta = _PATIENCE) -> 
 
 
 def part_of_job(store: Any) -> Any:
-    """Return the keys of this job in a store that others may use, too. The names do not reveal the
-    secret."""
+    """Return the keys of this job in a store of others, too. No name reveals the secret."""
     return dist.PrefixStore(f"megatron-vlm-{_digest(b'keys')[:16]}", store)
 
 
@@ -80,8 +79,7 @@ class SignedStore:
         self.store.set(key, self._seal(key, text.encode()) + text.encode())
 
     def read(self, key: str) -> str | None:
-        """Read a key. Return None if no rank has written it, or if somebody else has overwritten
-        it."""
+        """Read a key. Return None if no rank has written it, or if somebody has overwritten it."""
         return self._open(key, self.store.get(key)) if self.store.check([key]) else None
 
     def read_all(self, keys: list[str]) -> list[str | None]:

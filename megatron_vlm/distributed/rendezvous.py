@@ -12,16 +12,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron_vlm.distributed import job_store
 from megatron_vlm.distributed.collectives import make_host_group
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.grid import leave_world
-from megatron_vlm.distributed.job_store import (
-    LOOPBACK,
-    SignedStore,
-    listen_at,
-    part_of_job,
-    stay_on_this_machine,
-)
 from megatron_vlm.distributed.process import SECRET
 from megatron_vlm.errors import MegatronVLMError
 
@@ -62,13 +56,13 @@ def _join(
     platform: Platform, rank: int, world: int, minutes: float, timeout: datetime.timedelta
 ) -> None:
     store: Any = dist.HashStore()
-    is_local = stay_on_this_machine()
+    is_local = job_store.stay_on_this_machine()
     if world > 1:
         store = _join_in_time(minutes, lambda: _open_store(rank, is_local, timeout))
         store.set_timeout(timeout)
         if not _launcher_has_store():
             _take_place(store, rank, world)
-        store = of_this_attempt(part_of_job(store), rank, world)
+        store = of_this_attempt(job_store.part_of_job(store), rank, world)
     dist.init_process_group(
         platform.dist_backend, store=store, rank=rank, world_size=world, timeout=timeout
     )
@@ -81,8 +75,8 @@ def _open_store(rank: int, here: bool, timeout: datetime.timedelta) -> Any:
     if not here or not port or _launcher_has_store():
         return next(dist.rendezvous("env://", timeout=timeout))[0]
     if rank == 0:
-        return listen_at(LOOPBACK, port, timeout)
-    return dist.TCPStore(LOOPBACK, port, timeout=timeout)
+        return job_store.listen_at(job_store.LOOPBACK, port, timeout)
+    return dist.TCPStore(job_store.LOOPBACK, port, timeout=timeout)
 
 
 def _launcher_has_store() -> bool:
@@ -142,7 +136,7 @@ def of_this_attempt(store: Any, rank: int, world: int) -> Any:
     gloo). torchrun's own count of restarts does not tell attempts apart, as each machine counts for
     itself. So rank 0 names the attempt and sends the name to the ranks that are present.
     """
-    board, deadline = SignedStore(store), time.monotonic() + store.timeout.total_seconds()
+    board, deadline = job_store.SignedStore(store), time.monotonic() + store.timeout.total_seconds()
     if rank == 0:
         attempt = uuid.uuid4().hex
         for other in range(1, world):
@@ -160,7 +154,7 @@ def of_this_attempt(store: Any, rank: int, world: int) -> Any:
 
 
 def _write_until_acknowledged(
-    board: SignedStore, other: int, attempt: str, until: float, world: int
+    board: job_store.SignedStore, other: int, attempt: str, until: float, world: int
 ) -> None:
     """Send the attempt until it is acknowledged: the first process to join may belong to the
     previous attempt."""
@@ -175,7 +169,7 @@ def _write_until_acknowledged(
         raise _disagree(0, world, other, int(world_of_other))
 
 
-def _wait_for_value(board: SignedStore, key: str, until: float) -> str:
+def _wait_for_value(board: job_store.SignedStore, key: str, until: float) -> str:
     """Return the text that rank 0 writes to a key. Many ranks wait for it, so the store notifies
     them. Values that somebody else wrote meanwhile are ignored."""
     while True:

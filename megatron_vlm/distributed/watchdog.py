@@ -20,14 +20,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_vlm.distributed.process import (
-    FAILED,
-    LAUNCHER,
-    ON_ALL_RANKS,
-    STUCK,
-    is_lost_peer,
-    print_to_user,
-)
+from megatron_vlm.distributed import process
 from megatron_vlm.distributed.watchdog_process import WatchdogProcess, dumps_of
 from megatron_vlm.errors import sentences
 from megatron_vlm.secret_text import hide_secrets
@@ -126,7 +119,11 @@ class Watchdog:
     def tell_failure(self, error: Exception) -> None:
         """Tell the other ranks why this one ends, unless they know. gloo's collectives fail when a
         rank has ended, but NCCL's wait for it."""
-        if self.board is None or getattr(error, ON_ALL_RANKS, False) or is_lost_peer(error):
+        if (
+            self.board is None
+            or getattr(error, process.ON_ALL_RANKS, False)
+            or process.is_lost_peer(error)
+        ):
             return
         words = "; ".join(sentences(error)) or f"{type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the store has ended with rank 0
@@ -150,7 +147,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         assert self.timeout_s is not None and self.sentinel is not None
-        last, orphan_s, launcher = time.monotonic(), 0.0, os.environ.get(LAUNCHER)
+        last, orphan_s, launcher = time.monotonic(), 0.0, os.environ.get(process.LAUNCHER)
         while not self.done.wait(self.every_s):
             now = time.monotonic()
             elapsed, last = min(now - last, 2 * self.every_s), now
@@ -168,7 +165,7 @@ class Watchdog:
             else:
                 self.sentinel.forget()
             if text and not self.done.is_set():
-                status = STUCK if self.failure is None else FAILED
+                status = process.STUCK if self.failure is None else process.FAILED
                 end(f"rank {self.rank}: {text}", self.sentinel, status)
 
     def _works(self, passed: float) -> bool:
@@ -251,10 +248,9 @@ def _data_workers() -> list[str]:
         return []
 
 
-def end(text: str, sentinel: WatchdogProcess, status: int = STUCK) -> None:
-    """Print the text and end this process, even if nobody reads the output or its dumps cannot be
-    written."""
-    printer = threading.Thread(target=print_to_user, args=(text,), daemon=True, name=_NAME)
+def end(text: str, sentinel: WatchdogProcess, status: int = process.STUCK) -> None:
+    """Print the text and end this process, even if its output or its dumps cannot be written."""
+    printer = threading.Thread(target=process.print_to_user, args=(text,), daemon=True, name=_NAME)
     printer.start()
     printer.join(_SAY_S)
     sentinel.close(_SAY_S)

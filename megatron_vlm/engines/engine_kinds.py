@@ -6,7 +6,7 @@ an `EngineKind`. Its name is then a value of engine.name.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,13 +47,19 @@ class EngineSettings:
     reserves_media: bool = True  # whether memory is kept for the largest pictures
     memory_share: float | None = None  # share of a GPU that the trainer uses as well; null: its own
     routing_layers: Sequence[int] = ()  # layers whose experts completions have
+    draft_tokens: int = 0  # tokens that the model's own head drafts before each pass
     draw: "Draw | None" = None  # how the ranks draw, for the engine that is the ranks
 
     @staticmethod
     def from_config(cfg: EngineConfig, folder: str, **more: Any) -> "EngineSettings":
         """Return the settings of the group `engine`, and more."""
         return EngineSettings(
-            str(cfg.python), folder, devices=cfg.devices, options=cfg.options, **more
+            str(cfg.python),
+            folder,
+            devices=cfg.devices,
+            options=cfg.options,
+            draft_tokens=cfg.draft_tokens,
+            **more,
         )
 
 
@@ -71,6 +77,7 @@ class EngineKind:
     has_grammars: bool = False  # whether answers may be held to a grammar
     has_penalties: bool = False  # whether it takes min_p, penalties, logit_bias and min_tokens
     has_routing: bool = False  # whether completions may have the experts of their tokens
+    has_drafts: bool = False  # whether the model's head for drafts may propose tokens
     on_ranks: bool = False  # whether it is the ranks, with the weights that they have
 
 
@@ -113,8 +120,8 @@ def describe_engine(cfg: EngineConfig) -> str:
 def engine_of_flags(cfg: EngineConfig, python: str, devices: Sequence[str]) -> EngineConfig:
     """Return the engine that --engine and --devices of a command ask for: that of engine.name,
     without the options for its other uses."""
-    name = DEFAULT_ENGINE if cfg.name == OWN else cfg.name
-    return replace(EngineConfig(), name=name, python=python, devices=tuple(devices))
+    name, drafts = DEFAULT_ENGINE if cfg.name == OWN else cfg.name, cfg.draft_tokens
+    return EngineConfig(name, python, tuple(devices), draft_tokens=drafts)
 
 
 def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
@@ -133,6 +140,13 @@ def check_engine(cfg: Config, group: Literal["rl", "serve"]) -> None:
             remedy=f"give engine.name={DEFAULT_ENGINE}, or set rl.replay_routing=false",
         )
     kind = engine_kind(engine.name)
+    if engine.draft_tokens and not kind.has_drafts:
+        raise ConfigError(
+            f"needs an engine that drafts, and engine.name={engine.name} does not",
+            key="engine.draft_tokens",
+            found=engine.draft_tokens,
+            remedy=f"give engine.name={DEFAULT_ENGINE}, or set engine.draft_tokens=0",
+        )
     if kind.on_ranks:
         if (engine.python and scorer.on_ranks) or engine.devices or engine.options:
             raise ConfigError(

@@ -74,4 +74,5 @@ VLLM = EngineKind(
     has_grammars=True,
     has_penalties=True,
     has_routing=True,
+    has_drafts=True,
 )

@@ -85,6 +85,11 @@ def engine_args(settings: EngineSettings) -> dict[str, Any]:
         "max_logprobs": settings.top_k if settings.top_k > _MAX_LOG_PROBS else None,
         "gpu_memory_utilization": settings.memory_share,
     }
+    if (drafts := settings.draft_tokens) > 0:
+        args |= {
+            "speculative_config": {"method": "mtp", "num_speculative_tokens": drafts},
+            "per_request_spec_decode_metrics": "summary",
+        }
     return {name: value for name, value in args.items() if value is not None} | {**settings.options}
 
 

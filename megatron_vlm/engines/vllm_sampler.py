@@ -38,6 +38,7 @@ from megatron_vlm.engines.weight_stream import (
     complete_weights,
     stream,
 )
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.child import ChildDiedError
 
@@ -90,9 +91,20 @@ class VllmSampler:
     ):
         self.prompts = Prompts(settings)
         of_family = self.prompts.engine_prompt.args(self.prompts.images)
-        self.settings = replace(settings, options={**of_family, **settings.options})
         source = HFCheckpoint(settings.folder)
         source.read_headers()
+        if settings.draft_tokens and not source.passthrough:  # its only kind: heads for drafts
+            raise ConfigError(
+                f"needs a head for drafts (mtp.*), and {settings.folder} has none",
+                key="engine.draft_tokens",
+                found=settings.draft_tokens,
+                remedy="give a checkpoint that has one, or set engine.draft_tokens=0",
+            )
+        # With less room than a round takes, vLLM's gated delta net on a CPU fails (0.32).
+        room = min(settings.max_len + settings.draft_tokens, source.sizes.text.max_positions)
+        self.settings = replace(
+            settings, max_len=max(room, settings.max_len), options={**of_family, **settings.options}
+        )
         self.names = frozenset(source.tensors) | frozenset(source.passthrough)
         self.buffer, self.kept = SharedBuffer(BUFFER_BYTES), WeightCache(keep)
         self.newest = EngineState()
@@ -171,6 +183,7 @@ class VllmSampler:
                 sample["ended"],
                 tuple(map(tuple, sample["versions"])),
                 routing_SLK,
+                tuple(sample["accepted"]),
             )
             for sample, routing_SLK in zip(answer["samples"], routings, strict=True)
         ]

@@ -99,8 +99,7 @@ class ProportionalRoPE:
 
 @dataclass(frozen=True)
 class Attention:
-    """Softmax attention among the tokens of a row. Each kind of it adds what it has besides
-    heads."""
+    """Softmax attention among the tokens of a row. Its kinds add what they have besides heads."""
 
     kind: ClassVar[str]
     heads: int
@@ -354,8 +353,7 @@ class LayerSpec:
         yield from self.ffn.params(hidden)
 
     def flops_per_token(self, hidden: int) -> int:
-        """Return the operations per token, not counting pairs of tokens. A multiplication and
-        an addition count as two."""
+        """Return the operations per token without pairs of tokens. A multiply-add counts as two."""
         idle = self.ffn.idle_values(hidden) if isinstance(self.ffn, Experts) else 0
         weights = _matrix_values(self.params(hidden)) - idle
         return 2 * weights + self.mixer.flops_per_token

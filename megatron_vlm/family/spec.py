@@ -21,8 +21,6 @@ from megatron_vlm.family.decoder_layers import (
     LayerSpec,
 )
 
-TowerInputs = dict[str, Any]
-
 
 class Part(StrEnum):
     """The parts of a model, as the start-up report lists them."""
@@ -151,9 +149,8 @@ class VisionSizes:
     # Values that autograd keeps per patch of a block, and of all mergers.
     block_values: int
     merger_values: int
-    # Inputs of the tower in addition to the patches of these grids [I, 3], all on the host: the
-    # first stay there, the second go to the tower's device.
-    inputs: Callable[[nn.Module, Tensor], tuple[TowerInputs, TowerInputs]] = field(repr=False)
+    # What the tower reads of each patch of these grids [I, 3] beside its values, by name [P, ...].
+    patch_inputs: Callable[[Tensor], dict[str, Tensor]] = field(repr=False, compare=False)
     fp32_values: int = 0  # as block_values, those that are in fp32 in any precision
 
     def token_pairs(self, patches: int, patch_pairs: int) -> int:

@@ -304,8 +304,7 @@ def _describe(weight: str, state: JsonField) -> StoredBlocks:
 
 
 def _fault(stored: StoredBlocks, shapes: Mapping[str, tuple[int, ...]], read: ReadSlice) -> str:
-    """Return why the tensors beside the codes, their sizes or types are wrong; empty if they are
-    right."""
+    """Return why the tensors beside the codes are wrong; empty if they are right."""
     names, weights = stored.side_tensors, prod(stored.shape)
     if missing := [name for name in (stored.name, *names) if name not in shapes]:
         return f"lacks {', '.join(missing)}"

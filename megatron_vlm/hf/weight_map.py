@@ -12,14 +12,7 @@ from torch import Tensor
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.config.trainable import learns
 from megatron_vlm.distributed.dims import CutGroup, ParallelDims
-from megatron_vlm.family.decoder_layers import (
-    ByExpert,
-    Columns,
-    HeadGroups,
-    LayerParam,
-    RowParts,
-    Whole,
-)
+from megatron_vlm.family import decoder_layers
 from megatron_vlm.family.spec import ModelSizes, Part, TensorSpec
 from megatron_vlm.hf.expert_layouts import ReadSlice
 from megatron_vlm.hf.layer_backends import BACKENDS
@@ -185,17 +178,17 @@ def experts(count: int) -> Layout:
     )
 
 
-def _layout_of(param: LayerParam) -> Layout:
+def _layout_of(param: decoder_layers.LayerParam) -> Layout:
     match param.sharding:
-        case Whole():
+        case decoder_layers.Whole():
             return WHOLE
-        case RowParts(widths):
+        case decoder_layers.RowParts(widths):
             return rows(*widths)
-        case Columns(width):
+        case decoder_layers.Columns(width):
             return columns(width)
-        case HeadGroups(count):
+        case decoder_layers.HeadGroups(count):
             return head_groups(count, [tensor.shape[0] for tensor in param.tensors])
-        case ByExpert(count):
+        case decoder_layers.ByExpert(count):
             return experts(count)
 
 

@@ -15,33 +15,14 @@ from megatron_vlm.config.trainable import Exported, scale_of
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.spec import TensorSpec
+from megatron_vlm.hf import export_weights
 from megatron_vlm.hf.block_weight import rounded
 from megatron_vlm.hf.export_folder import ExportMark
-from megatron_vlm.hf.export_weights import (
-    check_finite,
-    new_export,
-    write_folder,
-    write_gathered,
-    write_tensors,
-)
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
 from megatron_vlm.hf.weight_map import Entry, exported_names
 from megatron_vlm.io.hub import hub_name
-from megatron_vlm.lora.peft_folder import (
-    ADAPTER_FILE,
-    CONFIG,
-    file_tensors,
-    parameters,
-    tensors_saved_whole,
-)
-from megatron_vlm.lora.targets import (
-    PREFIX,
-    entries_in_blocks,
-    is_of_experts,
-    module_of,
-    tensors_of,
-)
+from megatron_vlm.lora import peft_folder, targets
 
 
 @dataclass(frozen=True)
@@ -58,7 +39,9 @@ class TrainedAdapter:
         name = self.source.stored_name(weight.name)
         first, *_ = self.source.experts.stored(name, weight.shape)
         dtype = FLOATS[self.source.tensors[first].dtype]
-        down, up = (self.tensors[tensor.name] for tensor in tensors_of(weight, self.lora.rank))
+        down, up = (
+            self.tensors[tensor.name] for tensor in targets.tensors_of(weight, self.lora.rank)
+        )
         return down.to(dtype), up.to(dtype)
 
 
@@ -79,7 +62,7 @@ def export_adapter(
         tensors = {name: value for name, value in named if value is not None}
         write(TrainedAdapter(*form, tensors), table, out, kind, mark, done)
 
-    write_gathered(held, table, grid, write_trained, of=set(trained).__contains__)
+    export_weights.write_gathered(held, table, grid, write_trained, of=set(trained).__contains__)
 
 
 def write(
@@ -96,9 +79,9 @@ def write(
         names, head = exported_names(table), source.sizes.head
         if source.sizes.tied and head in adapter.weights:
             names, source = [*names, head.name], source.without_tied_head()
-        frozen = entries_in_blocks(lora, table, adapter.source)
+        frozen = targets.entries_in_blocks(lora, table, adapter.source)
         named = merged_tensors(adapter, names, {name for entry in frozen for name in entry.names})
-        write_folder(source, names, named, out, mark=mark, done=done)
+        export_weights.write_folder(source, names, named, out, mark=mark, done=done)
         return
     if whole := [part for part in lora.train if part != "merger"]:
         raise CheckpointError(
@@ -107,18 +90,20 @@ def write(
             found=lora.train,
             remedy="write the merged model: megatron-vlm export --as merged",
         )
-    forms = file_tensors(adapter.weights, lora.rank)
+    forms = peft_folder.file_tensors(adapter.weights, lora.rank)
     pairs = chain.from_iterable(map(adapter.pair, adapter.weights))
     tensors = {form.name: form.stored(value) for form, value in zip(forms, pairs, strict=True)}
-    for tensor in tensors_saved_whole(source.sizes.tensors, lora):
+    for tensor in peft_folder.tensors_saved_whole(source.sizes.tensors, lora):
         dtype = FLOATS[source.tensors[tensor.name].dtype]
-        tensors[PREFIX + tensor.name] = adapter.tensors[tensor.name].to(dtype).contiguous()
+        tensors[targets.PREFIX + tensor.name] = adapter.tensors[tensor.name].to(dtype).contiguous()
     for name, value in tensors.items():
-        check_finite(name, value, out)
-    with new_export(out, mark) as partial:
-        write_tensors(partial / ADAPTER_FILE, dict(sorted(tensors.items())))
+        export_weights.check_finite(name, value, out)
+    with export_weights.new_export(out, mark) as partial:
+        export_weights.write_tensors(
+            partial / peft_folder.ADAPTER_FILE, dict(sorted(tensors.items()))
+        )
         config = _render_config(lora, adapter.weights, source)
-        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (partial / peft_folder.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         card = model_card(source, done, is_adapter=True)
         (partial / CARD).write_text(card, encoding="utf-8")
 
@@ -128,9 +113,9 @@ def _render_config(
 ) -> dict[str, Any]:
     base = hub_name(source.name)
     # Mergers are saved whole: model.visual.merger, model.visual.deepstack_merger_list.0.
-    whole = map(module_of, tensors_saved_whole(source.sizes.tensors, lora))
+    whole = map(targets.module_of, peft_folder.tensors_saved_whole(source.sizes.tensors, lora))
     modules = sorted({name.split(".linear_fc")[0].split(".norm")[0] for name in whole})
-    linears = [weight for weight in weights if not is_of_experts(weight)]
+    linears = [weight for weight in weights if not targets.is_of_experts(weight)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -147,7 +132,7 @@ def _render_config(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "target_modules": _shortest_names(linears, source.sizes.with_head),
-        "target_parameters": parameters(weights, source.sizes.tensors) or None,
+        "target_parameters": peft_folder.parameters(weights, source.sizes.tensors) or None,
         "modules_to_save": modules or None,
         "layers_to_transform": None,
         "layers_pattern": None,
@@ -160,7 +145,7 @@ def _shortest_names(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]
     """Return target_modules. PEFT adapts every module with one of these names, or whose name ends
     with one after a dot. The names are shortened to their last parts if those match no other
     module, such as one that consists of others."""
-    chosen = {module_of(weight) for weight in weights}
+    chosen = {targets.module_of(weight) for weight in weights}
     leaves = {name.rpartition(".")[2] for name in chosen}
     parts = (tensor.name.split(".")[:-1] for tensor in tensors)
     modules = {tuple(path[:end]) for path in parts for end in range(1, len(path) + 1)}

@@ -85,9 +85,19 @@ def adapted_specs(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> 
     linears = [tensor for tensor in tensors if tensor.lora_group]
     targeted = set()
     for target in targets:
-        matching = {linear for linear in linears if _is_meant(linear, target)}
+        if target in GROUPS:
+            matching = {linear for linear in linears if linear.lora_group == target}
+        else:
+            matching = {linear for linear in linears if _matches(linear, target)}
+        routers = (each for each in tensors if each.name.endswith(_ROUTERS))
+        if not matching and (router := next((r for r in routers if _matches(r, target)), None)):
+            raise ConfigError(
+                f"means the router {module_of(router)}, and routers have no adapters here",
+                key="lora.targets",
+                found=target,
+                remedy="leave it out: mlp means the experts themselves",
+            )
         if not matching:
-            _check_no_router(tensors, target)
             raise ConfigError(
                 "matches no linear layer of the model",
                 key="lora.targets",
@@ -101,21 +111,6 @@ def adapted_specs(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> 
 def is_of_experts(tensor: TensorSpec) -> bool:
     """Return whether a tensor is a weight of all experts of a layer, one after the other."""
     return OF_EXPERTS in tensor.name
-
-
-def _check_no_router(tensors: Sequence[TensorSpec], target: str) -> None:
-    for tensor in tensors:
-        if tensor.name.endswith(_ROUTERS) and _matches(tensor, target):
-            raise ConfigError(
-                f"means the router {module_of(tensor)}, and routers have no adapters here",
-                key="lora.targets",
-                found=target,
-                remedy="leave it out: mlp means the experts themselves",
-            )
-
-
-def _is_meant(tensor: TensorSpec, target: str) -> bool:
-    return tensor.lora_group == target if target in GROUPS else _matches(tensor, target)
 
 
 def _matches(tensor: TensorSpec, target: str) -> bool:

@@ -4,7 +4,7 @@ Shapes: S tokens (Megatron is sequence first), B rows, H width of the decoder, V
 K DeepStack features, N supervised positions, 3 the axes time, height, width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.data.tokens.row import IGNORE
-from megatron_vlm.data.tokens.visuals import check_placeholders
+from megatron_vlm.data.tokens.visuals import check_placeholders, join_grids
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
@@ -126,7 +126,9 @@ class StageModel(GPTModel):
             # Generated tokens follow the prefill: a placeholder among them has no image or video.
             if cache is None or cache.in_prefill:
                 if visuals is None:
-                    visuals = self.plan_visuals(input_ids, image_grid_thw, video_grid_thw)
+                    grids = image_grid_thw, video_grid_thw
+                    check_placeholders(input_ids, *grids, tokens=self.sizes.tokens)
+                    visuals = self.plan_visuals(input_ids.cpu(), join_grids(*grids), {})
                     visuals = visuals.moved(lambda tensor: tensor.to(input_ids.device))
                 pixels = [pixel_values, pixel_values_videos]
                 hidden_SBH, features_KSBH = self._see(hidden_SBH, pixels, visuals)
@@ -188,30 +190,18 @@ class StageModel(GPTModel):
     def plan_visuals(
         self,
         ids_BS: Tensor,
-        image_grid_I3: Tensor | None,
-        video_grid_I3: Tensor | None,
+        grid_I3: Tensor,
+        of_patches: Mapping[str, Tensor],
         visual_of_O: Tensor | None = None,
     ) -> VisualPlan:
-        """Return the plan of the images and videos of these rows, checked against placeholders. For
-        `visual_of_O`, which rows that share images need, see MicroBatch."""
-        ids_BS = ids_BS.cpu()
-        none_I3 = torch.empty(0, 3, dtype=torch.long)
-        grids = [none_I3 if grid is None else grid.cpu() for grid in (image_grid_I3, video_grid_I3)]
-        tokens, grid_I3, shown = self.sizes.tokens, torch.cat(grids), grids
-        if visual_of_O is not None:
-            is_image_O = visual_of_O < len(grids[0])
-            shown = [grid_I3[visual_of_O[part]] for part in (is_image_O, ~is_image_O)]
-        check_placeholders(ids_BS, shown[0], shown[1], tokens)
+        """Return the plan of the images, then the videos, of these rows, all on the host, where the
+        placeholders have been checked. For the last two, see MicroBatch."""
+        tokens = self.sizes.tokens
         # Images come first, then videos, in the same order as their patches.
         places = [_places(ids_BS == token) for token in (tokens.image_id, tokens.video_id)]
-        return VisualPlan.create(
-            self.vision_model,
-            self.sizes.vision,
-            grid_I3,
-            torch.cat(places),
-            self.pg_collection.tp if self.share_images else None,
-            visual_of_O,
-        )
+        group = self.pg_collection.tp if self.share_images else None
+        more = group, of_patches, visual_of_O
+        return VisualPlan.create(self.sizes.vision, grid_I3, torch.cat(places), *more)
 
     def _see(
         self, hidden_SBH: Tensor, pixels: Sequence[Tensor | None], plan: VisualPlan

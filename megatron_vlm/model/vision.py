@@ -7,16 +7,17 @@ features.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_vlm.data.even_split import deal
-from megatron_vlm.family.spec import TowerInputs, VisionSizes
+from megatron_vlm.family.spec import VisionSizes
 
 
 def image_cost(grid_thw: Sequence[int], width: int) -> float:
@@ -88,39 +89,51 @@ class VisualPlan:
     places_V: Tensor  # places of the visual tokens in the flattened [S * B]: images, then videos
     patches: list[int]  # number of patches of each image
     share: ImageShare | None  # None unless TP ranks share the images
-    of_host: TowerInputs  # inputs of the tower for this rank's images, on the host
-    of_device: TowerInputs  # inputs of the tower on its device
+    of_patches: Mapping[str, Tensor]  # inputs of the tower for the patches of all images
+    of_host: Mapping[str, Any]  # other inputs for this rank's images, on the host
+    starts: Tensor  # int32, their images' and frames' first patches, and the end of the last
     shared: SharedFeatures | None = None  # None unless rows share images
 
     @staticmethod
     def create(
-        tower: nn.Module,
         sizes: VisionSizes,
         grid_I3: Tensor,
         places_V: Tensor,
         share_group: dist.ProcessGroup | None,
+        of_patches: Mapping[str, Tensor],
         visual_of_O: Tensor | None = None,
     ) -> "VisualPlan":
-        """Create the plan. Each rank of a `share_group` encodes a share of the images."""
+        """Create the plan. Each rank of a `share_group` encodes a share of the images.
+        `of_patches` is what the sizes make of all grids, or empty to make it here."""
         share, local_I3 = None, grid_I3
         ranks = 1 if share_group is None else dist.get_world_size(share_group)
         if ranks > 1 and len(grid_I3):
             rank = dist.get_rank(share_group)
             share = ImageShare.plan(grid_I3, sizes.merge, sizes.hidden, rank, ranks)
             local_I3 = grid_I3[share.local]
-        inputs = sizes.inputs(tower, local_I3) if len(local_I3) else ({}, {})
+        if len(grid_I3) and not of_patches:
+            of_patches = sizes.patch_inputs(grid_I3)
+        lengths = local_I3[:, 1:].prod(-1).repeat_interleave(local_I3[:, 0])
+        starts = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        # transformers' tower would read each of these from the device, and the host would wait.
+        of_host = {"grid_thw": local_I3, "cu_seqlens": starts, "lengths": lengths.tolist()}
         shared = None
         if visual_of_O is not None:
             shared = SharedFeatures.plan(grid_I3, sizes.merge, visual_of_O)
-        return VisualPlan(places_V, grid_I3.prod(-1).tolist(), share, *inputs, shared)
+        patches = grid_I3.prod(-1).tolist()
+        return VisualPlan(places_V, patches, share, of_patches, of_host, starts, shared)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "VisualPlan":
         """Return the plan for a pass, with its tensors moved to the device by `move`."""
         share = self.share and replace(self.share, order_F=move(self.share.order_F))
-        of_device = {name: move(value) for name, value in self.of_device.items()}
-        shared = self.shared and self.shared.moved(move)
-        moved = {"share": share, "of_device": of_device, "shared": shared}
-        return replace(self, places_V=move(self.places_V), **moved)  # type: ignore[arg-type]
+        return replace(
+            self,
+            places_V=move(self.places_V),
+            share=share,
+            of_patches={name: move(value) for name, value in self.of_patches.items()},
+            starts=move(self.starts),
+            shared=self.shared and self.shared.moved(move),
+        )
 
 
 class _GatherFeatures(torch.autograd.Function):
@@ -217,20 +230,25 @@ def _encode_images(
 ) -> Tensor:
     """Return the features [1 + K, F, H] of all images. Where the plan shares the images, each rank
     encodes its own."""
-    inputs = plan.of_host | plan.of_device
     if plan.share is None:
-        return _run_tower(tower, patches_PC, inputs)
+        return _run_tower(tower, patches_PC, plan, lambda of_P: of_P)
     width, levels = sizes.out_hidden, sizes.levels
-    if plan.share.local:
-        by_image = patches_PC.split(plan.patches)
-        local_PC = torch.cat([by_image[image] for image in plan.share.local])
-        local_fH = _run_tower(tower, local_PC, inputs).permute(1, 0, 2).flatten(1)
+    if local := plan.share.local:
+
+        def own(of_P: Tensor) -> Tensor:
+            by_image = of_P.split(plan.patches)
+            return torch.cat([by_image[image] for image in local])
+
+        local_fH = _run_tower(tower, patches_PC, plan, own).permute(1, 0, 2).flatten(1)
     else:
         local_fH = mark_ready_with_zero_grads(patches_PC.new_zeros(0, levels * width), tower)
     features_FH = _GatherFeatures.apply(local_fH, plan.share, share_group)
     return features_FH.unflatten(1, (levels, width)).permute(1, 0, 2)
 
 
-def _run_tower(tower: Any, patches_PC: Tensor, inputs: TowerInputs) -> Tensor:
-    out = tower(patches_PC, **inputs)
+def _run_tower(
+    tower: Any, patches_PC: Tensor, plan: VisualPlan, own: Callable[[Tensor], Tensor]
+) -> Tensor:
+    of_patches = {name: own(value) for name, value in plan.of_patches.items()}
+    out = tower(own(patches_PC), **of_patches, **plan.of_host, starts=plan.starts)
     return torch.stack([out.pooler_output, *getattr(out, "deepstack_features", ())])

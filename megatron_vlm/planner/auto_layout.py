@@ -9,15 +9,9 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.build import compute_dtype
+from megatron_vlm.planner import layer_split
 from megatron_vlm.planner.advice import rank_layouts
 from megatron_vlm.planner.hardware import CPU, Machine, gpu
-from megatron_vlm.planner.layer_split import (
-    choose_layer_split,
-    even_split,
-    most_layers,
-    replicas_of,
-    step_seconds,
-)
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.memory_switches import with_keys
@@ -89,18 +83,18 @@ def decide(
     if cluster is None and platform.is_cuda:
         memory = platform.memory_total()
     dims = ParallelDims.create(cfg.parallel, world, sizes.text.num_layers)
-    even = even_split(dims.pp, dims.num_layers)
+    even = layer_split.even_split(dims.pp, dims.num_layers)
     layout = ModelLayout(cfg, sizes, dims, itemsize, machine != CPU)
     steps = mix.steps(cfg.train, sizes, dims.dp)
     limit = None if memory is None else USABLE * memory
-    max_layers = most_layers(layout, heaviest_micro_batches(steps), limit)
+    max_layers = layer_split.most_layers(layout, heaviest_micro_batches(steps), limit)
     remark = ""
     if max_layers is None:  # no split avoids running out of memory
         max_layers = (sizes.text.num_layers,) * dims.pp
         remark = "; no split fits into memory by the estimate"
-    replicas = replicas_of(layout, steps, machine)
-    layers = choose_layer_split(replicas, max_layers, even)
-    gain = step_seconds(replicas, even) / step_seconds(replicas, layers)
+    replicas = layer_split.replicas_of(layout, steps, machine)
+    layers = layer_split.choose_layer_split(replicas, max_layers, even)
+    gain = layer_split.step_seconds(replicas, even) / layer_split.step_seconds(replicas, layers)
     return layers, (
         f"parallel.layers_per_stage=auto is {list(layers)}, by rows ({mix.origin}): predicted "
         f"steps are {gain:.2f}x as fast as with {list(even)}{remark}"

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from megatron_vlm.config.optimizer_spec import OptimizerSpec
-from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, WITHOUT_BF16, card_of
+from megatron_vlm.distributed.device import CARDS, WITHOUT_BF16, card_of
 from megatron_vlm.planner.flops import OpCount
 
 _FP32 = 4  # bytes
@@ -23,7 +23,7 @@ class Machine:
     layer_s: float  # seconds to start the kernels of a layer's forward, for any number of tokens
     devices: int = 8  # devices of a machine
     starts_ahead: bool = True  # kernels run while the host starts the next ones
-    card: str | None = None  # its entry in CARD_MEMORY, whose bandwidth `moved` is scaled by
+    card: str | None = None  # its entry in CARDS, whose bandwidth `moved` is scaled by
     host_link: float = 22e9  # bytes from the device to host memory, or back
     host_moved: float = 25e9  # bytes that the host reads and writes for one device
     host_cores: int = 1  # cores of the host for one device
@@ -59,40 +59,6 @@ class Machine:
         return self.link if ranks <= self.devices else self.network
 
 
-# Memory of each device of PEAK_FLOPS_BF16 by the vendors' data sheets: bytes per second, and GiB.
-CARD_MEMORY = {
-    "GB200": (8.0e12, 186),
-    "B200": (8.0e12, 180),
-    "GH200": (4.0e12, 96),
-    "H200": (4.8e12, 141),
-    "H100 PCIe": (2.0e12, 80),
-    "H100 NVL": (3.9e12, 94),
-    "H100": (3.35e12, 80),
-    "H800 PCIe": (2.0e12, 80),
-    "H800": (3.35e12, 80),
-    "H20": (4.0e12, 96),
-    "A100": (2.0e12, 80),
-    "A800": (2.0e12, 80),
-    "A40": (0.696e12, 48),
-    "A10G": (0.6e12, 24),
-    "A10": (0.6e12, 24),
-    "L40S": (0.864e12, 48),
-    "L4": (0.3e12, 24),
-    "V100": (0.9e12, 32),
-    "T4": (0.32e12, 16),
-    "RTX PRO 6000 Blackwell": (1.792e12, 96),
-    "RTX 5090": (1.792e12, 32),
-    "RTX 4090": (1.008e12, 24),
-    "RTX 4080 SUPER": (0.736e12, 16),
-    "RTX 4080": (0.717e12, 16),
-    "RTX 4070 Ti SUPER": (0.672e12, 16),
-    "RTX 4070 Ti": (0.504e12, 12),
-    "RTX 4070 SUPER": (0.504e12, 12),
-    "RTX 4070": (0.504e12, 12),
-    "RTX 3090": (0.936e12, 24),
-    "RTX A6000": (0.768e12, 48),
-}
-
 # Fractions of a GPU's peak, estimated from the kernels of an 8B step on an H200; see
 # docs/planning.md.
 EFFICIENCY = 0.6
@@ -101,7 +67,7 @@ _ATTENTION = 0.26  # fraction of the speed of matrix products
 # That is a little more than its memory's bandwidth, since caches answer a part. Another card is
 # assumed to reach the same multiple of its own bandwidth.
 _OPERATIONS_PER_BYTE = 200
-MOVED_PER_BANDWIDTH = PEAK_FLOPS_BF16["H200"] / _OPERATIONS_PER_BYTE / CARD_MEMORY["H200"][0]
+MOVED_PER_BANDWIDTH = CARDS["H200"].peak / _OPERATIONS_PER_BYTE / CARDS["H200"].bandwidth
 _NVLINK, _PCIE = 350e9, 25e9
 # Assumed of the way to host memory: PCIe 3.0 to 5.0 with 16 lanes, and NVLink-C2C, each with about
 # 70 % of its peak in one direction. Two sockets with eight channels of DDR5 each, half of whose
@@ -125,7 +91,7 @@ def gpu(name: str, peak: float, efficiency: float = EFFICIENCY) -> Machine:
     link = _PCIE if _WITHOUT_NVLINK.search(card or name) else _NVLINK
     moved = peak / _OPERATIONS_PER_BYTE
     if card is not None:
-        moved = MOVED_PER_BANDWIDTH * CARD_MEMORY[card][0]
+        moved = MOVED_PER_BANDWIDTH * CARDS[card].bandwidth
     return Machine(
         *(name, matmul, _ATTENTION * matmul, moved, link, min(link, _NETWORK), _LAYER_S),
         card=card,

@@ -134,6 +134,9 @@ class RlLine:
     weights_cut: float | None = None  # share of tokens whose weight rl.max_weight cut
     masked: float | None = None  # share of tokens whose policy loss rl.mask_weight left out
     rerouted: float | None = None  # share of (token, layer) for which the router chooses otherwise
+    rounds: float | None = None  # passes of an engine that drafts, of an episode, mean
+    accepted: float | None = None  # drafted tokens that a round accepted, mean
+    accepted_at: list[float] | None = None  # share of rounds that accepted the first, second, ...
     behind: float | None = None  # steps since the weights that sampled a token, mean over tokens
     behind_max: int | None = None  # the same for the oldest token
     figures: dict[str, float]  # figures of rewards and environments by name, means over episodes

@@ -25,7 +25,7 @@ from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, pictures_of
 from megatron_vlm.serve.http.app import LoopbackOnly, add_chat_routes, error_at
 from megatron_vlm.serve.http.chat_routing import route_with
-from megatron_vlm.serve.http.chat_samples import ChatSamples, ChatTexts, ClientGoneError
+from megatron_vlm.serve.http.chat_samples import ChatSamples, ChatTexts
 from megatron_vlm.serve.http.context import AnyFront, Front, Key, ServerFacts, request_key
 from megatron_vlm.serve.http.openai_routes import error_body
 from megatron_vlm.serve.http.request_bodies import Bodies, HttpError, RequestLimits, add_handlers
@@ -109,7 +109,7 @@ class AgentEpisode:
                 del self.draws[name]
             raise
         if self.has_ended:
-            raise ClientGoneError
+            raise HttpError(499, "the client has closed its connection")
         if name not in self.learnt:
             self.learnt.add(name)
             for each in completions:
@@ -209,7 +209,7 @@ class AgentRequests:
         try:
             while not (await asyncio.wait([drawing], timeout=_POLL_S))[0]:
                 if await request.is_disconnected():
-                    raise ClientGoneError
+                    raise HttpError(499, "the client has closed its connection")
                 yield ()
             completions = drawing.result()
         finally:

@@ -76,6 +76,7 @@ class Episode:
     segments: list[Segment] = field(default_factory=list)
     # Versions of the weights of its tokens: see Completion.
     versions: list[tuple[int, int]] = field(default_factory=list)
+    accepted: list[tuple[int, ...]] = field(default_factory=list)  # see Completion.accepted
     answers: list[str] = field(default_factory=list)
     reward: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
@@ -138,6 +139,7 @@ class Episode:
         if answer.routing_SLK is not None:
             segment.add_routing(answer.routing_SLK)
         self.versions += answer.versions
+        self.accepted.append(answer.accepted)
         self.answers.append(text)
         self.cut = answer.ended == "length"
 

@@ -9,6 +9,7 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.sampler import Adapter, SamplerError
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.training.worker import MegatronWorker
@@ -20,6 +21,14 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
     max_images = max(int(index.images.max()) for index in data.indexes)
     has_turns = rl.environment is not None or rl.agent is not None
     more_images = rl.turns if has_turns else 0
+    if engine.draft_tokens and rl.replay_routing and not worker.platform.is_cuda:
+        raise ConfigError(
+            "would mix the experts of rejected drafts with the answer's, which vLLM on a CPU does "
+            "not tell apart",
+            key="engine.draft_tokens",
+            found=engine.draft_tokens,
+            remedy="set it to 0, or rl.replay_routing=false",
+        )
     length = cfg.data.max_tokens + rl.max_new_tokens
     if has_turns:
         length = max(length, rl.max_tokens)

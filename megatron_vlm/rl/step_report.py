@@ -8,6 +8,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from megatron_vlm.config.schema import RlConfig
+from megatron_vlm.data.tokens.completions import accepted_drafts
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.prompts import seen_by_trainer
 from megatron_vlm.io.printable import number
@@ -44,6 +45,7 @@ def rl_line(
     read = sum(len(part.ids) for each in episodes for part in each.segments)
     # A program that fails early has asked for nothing.
     distinct = sum(len(part.ids) for each in episodes for part in each.segments[-1:])
+    rounds, shares = accepted_drafts(part for each in episodes for part in each.accepted)
     taught = [each for each in episodes if each.teacher_kl is not None]
     share = sum(each.trained for each in taught) / sum(lengths)
     return RlLine(
@@ -70,6 +72,9 @@ def rl_line(
         weights_cut=None if apart is None else apart.weights_cut,
         masked=None if apart is None else apart.masked,
         rerouted=means.get("rerouted"),
+        rounds=rounds / len(episodes) if rounds else None,
+        accepted=sum(shares) if rounds else None,
+        accepted_at=shares if rounds else None,
         behind=None if apart is None else sum(age * count for age, count in spans) / tokens,
         behind_max=None if apart is None else max(age for age, _ in spans),
         rows=fmean(len(each.segments) for each in episodes),

@@ -24,16 +24,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import rank_of_process
 from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.report.metrics_lines import (
-    EvalLine,
-    EventLine,
-    Line,
-    RlLine,
-    StartLine,
-    StepLine,
-    UsageLine,
-    to_json,
-)
+from megatron_vlm.report import metrics_lines
 
 
 def check_sinks(cfg: Config) -> None:
@@ -135,8 +126,8 @@ class JsonLines:
         if before and not before.endswith(b"\n"):  # the last line of a killed run
             self.file.write(b"\n")
 
-    def write(self, line: Line) -> None:
-        self.add(to_json(line))
+    def write(self, line: metrics_lines.Line) -> None:
+        self.add(metrics_lines.to_json(line))
 
     def add(self, text: str) -> None:
         """Write a line that is already formatted."""
@@ -158,7 +149,7 @@ class TensorBoard:
         self.records = RecordWriter(self.file)
         self._add(file_version="brain.Event:2")
 
-    def write(self, line: Line) -> None:
+    def write(self, line: metrics_lines.Line) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         numbers = [Summary.Value(tag=k, simple_value=v) for k, v in _numbers(line).items()]
@@ -195,7 +186,7 @@ class WandB:
         except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
             raise _no_login(cfg, " ".join(str(error).rstrip(".").split())) from error
 
-    def write(self, line: Line) -> None:
+    def write(self, line: metrics_lines.Line) -> None:
         if numbers := _numbers(line):
             self.run.log(numbers, step=line.step)
 
@@ -203,21 +194,21 @@ class WandB:
         self.run.finish()
 
 
-def _numbers(line: Line) -> dict[str, float]:
+def _numbers(line: metrics_lines.Line) -> dict[str, float]:
     """Return the scalars of a line, named as the charts are: train/loss, eval/exact_match,
     rl/reward. A figure of a reward is rl/NAME, or rl/figures/NAME if RlLine has a field of that
     name."""
-    if isinstance(line, RlLine):
+    if isinstance(line, metrics_lines.RlLine):
         figures = {f"{'figures/' * (k in vars(line))}{k}": v for k, v in line.figures.items()}
         return _scalars("rl", line) | {f"rl/{name}": value for name, value in figures.items()}
-    if isinstance(line, StepLine | EvalLine):
-        prefix = "train" if isinstance(line, StepLine) else line.name
-        metrics = (line.metrics or {}) if isinstance(line, EvalLine) else {}
+    if isinstance(line, metrics_lines.StepLine | metrics_lines.EvalLine):
+        prefix = "train" if isinstance(line, metrics_lines.StepLine) else line.name
+        metrics = (line.metrics or {}) if isinstance(line, metrics_lines.EvalLine) else {}
         return _scalars(prefix, line) | {f"{prefix}/{k}": v for k, v in metrics.items()}
     return {}
 
 
-def _scalars(prefix: str, line: Line) -> dict[str, float]:
+def _scalars(prefix: str, line: metrics_lines.Line) -> dict[str, float]:
     return {
         f"{prefix}/{key}": float(value)
         for key, value in vars(line).items()
@@ -244,7 +235,7 @@ class RunLog:
         self.sinks: list[Any] = []
         self.live: Live | None = None  # the last line of the terminal, with the newest figures
         self.shown: tuple[int, str, Sequence[str]] = (self.first_step, "-:--:--", ())
-        self.window: list[StepLine] = []
+        self.window: list[metrics_lines.StepLine] = []
         self.learnt: list[str] = []  # from the samples of the last step
         self.began = time.monotonic()
         if not self.speaks:
@@ -258,9 +249,9 @@ class RunLog:
         """Log a start or resume, with the fields of StartLine except the time."""
         now = datetime.datetime.now().isoformat(timespec="seconds")
         self.began = time.monotonic()
-        self._write(StartLine(time=now, **facts))
+        self._write(metrics_lines.StartLine(time=now, **facts))
 
-    def step(self, figures: StepLine) -> None:
+    def step(self, figures: metrics_lines.StepLine) -> None:
         """Log a step to the files, and to the terminal at intervals or in the line of progress."""
         self._write(replace(figures, wall_s=self._wall_s()))
         if not self.speaks:
@@ -280,26 +271,26 @@ class RunLog:
 
     def usage(self, step: int, memory_gb: list[float], seconds: dict[str, float]) -> None:
         """Write the fields of UsageLine to the files only."""
-        self._write(UsageLine(step, memory_gb, seconds))
+        self._write(metrics_lines.UsageLine(step, memory_gb, seconds))
 
-    def samples(self, figures: RlLine) -> None:
+    def samples(self, figures: metrics_lines.RlLine) -> None:
         """Log the samples of a step before its other figures: the terminal shows one line."""
         self._write(figures)
         parts = [f"{figures.answer_tokens:.1f} tokens", f"{figures.sampling_s:.1f} s of sampling"]
-        for name in ("apart", "seen", "kl", "teacher_kl", "reward"):
+        for name in ("apart", "accepted", "seen", "kl", "teacher_kl", "reward"):
             if (value := getattr(figures, name)) is not None:
                 parts.insert(0, f"{name} {value:.{4 if name == 'reward' else 2}g}")
         self.learnt = parts
 
     def evaluation(self, step: int, name: str, scores: dict[str, Any]) -> None:
         """Log the scores of one evaluation set."""
-        self._write(EvalLine.from_scores(step, name, scores, self._wall_s()))
+        self._write(metrics_lines.EvalLine.from_scores(step, name, scores, self._wall_s()))
         text = "  ".join(f"{key} {value:.4g}" for key, value in scores.items())
         self.say(f"{name} after {step} steps: {text}")
 
     def event(self, step: int, text: str) -> None:
         """Log an event to the files and the terminal, so that a person can still read it later."""
-        self._write(EventLine(step, text))
+        self._write(metrics_lines.EventLine(step, text))
         self.say(text)
 
     def say(self, text: str | Table) -> None:
@@ -321,7 +312,7 @@ class RunLog:
     def _wall_s(self) -> float:
         return round(time.monotonic() - self.began, 3)
 
-    def _write(self, line: Line) -> None:
+    def _write(self, line: metrics_lines.Line) -> None:
         if self.speaks and not self.sinks:  # with the first line, since a start may be refused
             run = Path(self.cfg.run)
             self.sinks.append(JsonLines(run / "metrics.jsonl"))
@@ -333,7 +324,7 @@ class RunLog:
             sink.write(line)
 
 
-def step_figures(window: list[StepLine]) -> list[str]:
+def step_figures(window: list[metrics_lines.StepLine]) -> list[str]:
     """Format the figures of the last steps for a line, the most important ones first."""
     last = window[-1]
     losses = [figures.loss for figures in window if math.isfinite(figures.loss)] or [math.nan]
@@ -354,7 +345,7 @@ def step_figures(window: list[StepLine]) -> list[str]:
     return [*parts, f"{last.memory_gb:.1f} GB"]
 
 
-def _pair_figures(window: list[StepLine]) -> list[str]:
+def _pair_figures(window: list[metrics_lines.StepLine]) -> list[str]:
     """Format the figures of objectives over pairs; nothing for others."""
     if window[-1].reward_accuracy is None:
         return []
@@ -367,7 +358,7 @@ def duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def _mean(window: list[StepLine], name: str) -> float:
+def _mean(window: list[metrics_lines.StepLine], name: str) -> float:
     values: list[float] = [getattr(figures, name) for figures in window]
     return sum(values) / len(values)
 

@@ -29,17 +29,7 @@ from megatron_vlm.config.trainable import Exported, exports
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentences
 from megatron_vlm.hf.export_folder import check_replaceable
-from megatron_vlm.io.atomic import (
-    MARK,
-    NEW,
-    check_partial,
-    discard_partials,
-    partial_of,
-    read_mark,
-    try_lock,
-    write_mark,
-    write_text,
-)
+from megatron_vlm.io import atomic
 from megatron_vlm.io.untrusted import what_is_at
 from megatron_vlm.report.metrics_lines import SAMPLES
 
@@ -87,11 +77,11 @@ class RunLock:
         """Mark the folder, remove what a crash has left, and write config.yaml."""
         folder, self.job.has_begun = Path(cfg.run), True
         with _explain_errors(cfg):
-            write_mark(folder, self.run, kind="run", last_serial=self.last_serial)
-            exports = map(partial_of, (folder / "export", folder / "merged"))
+            atomic.write_mark(folder, self.run, kind="run", last_serial=self.last_serial)
+            exports = map(atomic.partial_of, (folder / "export", folder / "merged"))
             checkpoints = (folder / "checkpoints").glob("step-*.partial")
-            discard_partials([*checkpoints, *exports], self.run)
-            write_text(folder / "config.yaml", to_yaml(cfg))
+            atomic.discard_partials([*checkpoints, *exports], self.run)
+            atomic.write_text(folder / "config.yaml", to_yaml(cfg))
 
 
 @contextmanager
@@ -117,7 +107,7 @@ def check_folder(cfg: Config) -> None:
         _check_ways(cfg)
         check_leftovers(folder / "checkpoints", run)
         for target in export_folders(cfg).values():
-            check_partial(partial_of(target), run)
+            atomic.check_partial(atomic.partial_of(target), run)
             check_replaceable(target, run)
 
 
@@ -144,7 +134,7 @@ def export_folders(cfg: Config) -> dict[Exported, Path]:
 
 def _check_free(folder: Path) -> None:
     """Refuse a folder that is not the folder of a run and has files that a run would overwrite."""
-    taken = [name for name in (*_FILES, "predictions", MARK) if (folder / name).exists()]
+    taken = [name for name in (*_FILES, "predictions", atomic.MARK) if (folder / name).exists()]
     if taken and _run_mark(folder) is None:
         raise ConfigError(
             f"is not the folder of a run, and has {taken[0]}, which a run would overwrite",
@@ -160,8 +150,8 @@ def _check_ways(cfg: Config) -> None:
     folder = Path(cfg.run)
     predictions = [f"predictions/{name}.jsonl" for name in held_out_names(cfg)]
     # They are written under another name first.
-    whole = ["config.yaml", "examples.json", HELD_OUT_LIST, MARK, *predictions]
-    files = (JOB_LOCK, *_FILES, *whole, *(name + NEW for name in whole))
+    whole = ["config.yaml", "examples.json", HELD_OUT_LIST, atomic.MARK, *predictions]
+    files = (JOB_LOCK, *_FILES, *whole, *(name + atomic.NEW for name in whole))
     folders = ("checkpoints", "predictions", "tensorboard", "profile", "stacks")
     ways = dict.fromkeys(folders, "a folder")
     for name, expected in {**ways, **dict.fromkeys(files, "a file")}.items():
@@ -185,7 +175,7 @@ def _found_at(path: Path) -> str:
 
 
 def _run_mark(folder: Path) -> dict[str, Any] | None:
-    mark = read_mark(folder)
+    mark = atomic.read_mark(folder)
     return mark if mark is not None and mark.get("kind") == "run" else None
 
 
@@ -198,8 +188,8 @@ def _claim(cfg: Config, job: JobLock) -> RunLock:
     if last and mark is not None and resume not in ("auto", "never"):
         # A restart after a failure must know, and torchrun restarts after a refusal, too.
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-            job.keep(folder / MARK)
-        write_mark(folder, run, kind="run", last_serial=last)
+            job.keep(folder / atomic.MARK)
+        atomic.write_mark(folder, run, kind="run", last_serial=last)
     return RunLock(run, last, job)
 
 
@@ -241,7 +231,7 @@ def _locked(path: Path) -> Iterator[TextIO]:
     until = time.monotonic() + (_PATIENCE_AFTER_RESTART_S if restarts() else _PATIENCE_S)
     while True:
         with open(path, "a+", encoding="utf-8") as file:
-            if try_lock(file.fileno()):
+            if atomic.try_lock(file.fileno()):
                 if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     yield file
                     return
@@ -267,7 +257,7 @@ def read_job(folder: Path) -> Job | None:
         return None
     with open(handle, "rb") as file:
         # A job that starts at this moment tries again for some seconds.
-        is_running = not try_lock(handle, shared=True)
+        is_running = not atomic.try_lock(handle, shared=True)
         text = file.read(_MAX_BYTES).decode(errors="replace")
     _, _, end = text.partition("\n")
     return Job(

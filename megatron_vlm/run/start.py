@@ -82,7 +82,9 @@ def describe_start(
     data = feeder.data
     assert data is not None, "rank 0 loads data"
     plan = plan_run(worker.layout, data, prompts_only)
-    sets, memory = [(each.name, each.samples) for each in held_out], device_memory(worker.platform)
+    sets, platform = [(each.name, each.samples) for each in held_out], worker.platform
+    owner = "a GPU" if platform.is_cuda else "this machine"
+    memory = f"{size_text(platform.memory_total())} in {owner}"
     facts = RunFacts(plan, length, data, feeder.remarks, sets, stages, memory, prompts_only)
     return run_overview(facts)
 
@@ -92,9 +94,3 @@ def length_of(cfg: Config, samples: int | None, total: int, done: int) -> str:
     if not done:
         return describe_run_length(cfg, samples, total)
     return f"{done:,} of {total:,} steps are done already"
-
-
-def device_memory(platform: Platform) -> str:
-    """Describe the memory of a device of this platform."""
-    size = size_text(platform.memory_total())
-    return f"{size} in a GPU" if platform.is_cuda else f"{size} in this machine"

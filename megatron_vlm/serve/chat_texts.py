@@ -134,9 +134,8 @@ class TokenizerTexts:
         template = str(self.tokenizer.chat_template)
         return f"calls: call{more}\n" + self.chat_format.calls.rules(tools, template, self._symbol)
 
-    @property
     def thoughts_rule(self) -> str:
-        """Rule in Lark for the thoughts of an answer whose prompt has opened them."""
+        """Return the rule in Lark for the thoughts of an answer whose prompt has opened them."""
         return rf"thoughts: /(.|\n)*/ {self._symbol(self.chat_format.thoughts.end)} /\n*/"
 
     def _symbol(self, mark: str) -> str:

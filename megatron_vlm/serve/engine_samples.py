@@ -15,6 +15,7 @@ pending afterwards, and the same seeds draw the same answers.
 import asyncio
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -164,6 +165,7 @@ class EngineSampling:
         self.drawn: dict[str, tuple[Call, SampleAsk]] = {}  # calls with answers
         self.hear: Callable[[Call, Pieces], None] = lambda call, pieces: None  # streamed tokens
         self.samples = 0  # number of samples in calls that were finished here
+        self.accepted = Counter[int]()  # rounds of these samples by the drafts that they accepted
         self.read = 0  # the number of the last call that was read from the journal
         self.tasks: dict[str, asyncio.Task[None]] = {}  # tasks of the calls in the engine
         self.finished: list[Finished] = []  # results on their way to the journal
@@ -278,11 +280,15 @@ class EngineSampling:
             answers = await self.engines.engine.sample(*drawing)
         except Exception as error:  # also if the engine has failed for good: the service goes on
             failure = self._failure(error)
-            if ask.settings.grammar is not None and isinstance(error, DataError):
+            asked = ask.settings
+            is_asked = asked.grammar is not None or asked.min_p or asked.logit_bias
+            if is_asked and isinstance(error, DataError):
                 failure = Failure(str(error), "user")
             self._finish(call, failure)
             return
         ask = replace(ask, answers=tuple(answers))
+        for answer in answers:
+            self.accepted.update(dict(enumerate(answer.accepted)))
         if ask.needs_ranks:
             self.drawn[call.request_id] = call, ask
             self.journal.ring()

@@ -42,6 +42,7 @@ class Service:
         self.runner = CallRunner(cfg.serve, commands, journal, prefetcher, self.disk)
         self.model_cache = self.runner.model_cache
         self.drawing = engine_sampling or self.runner.sample_turns
+        self.accepted = {} if engine_sampling is None else engine_sampling.accepted
         self.scheduler = CallScheduler(
             cfg, commands, journal, prefetcher, self.model_cache, self.drawing.next_calls
         )
@@ -130,6 +131,8 @@ class Service:
     def _count(self) -> None:
         stages = {self.drawing, self.runner.sample_turns}
         self.gauges["samples_total"] = float(sum(each.samples for each in stages))
+        for drafts, rounds in sorted(self.accepted.items()):
+            self.gauges[f"rounds_accepting_{drafts}_drafts_total"] = float(rounds)
         self.gauges["samples_under_way"] = float(sum(each.left for each in stages))
         self.gauges.update(self.runner.model_calls.gauges)
         self.gauges["models_in_memory"] = float(len(self.model_cache.models))

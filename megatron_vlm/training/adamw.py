@@ -272,8 +272,7 @@ class RangedAdamW(torch.optim.Optimizer):
         mean: Tensor,
         square: Tensor,
     ) -> None:
-        """Update the weights from `start` on, and these moments of them, by torch's fused
-        kernel."""
+        """Update the weights from `start` on, and these moments, by torch's fused kernel."""
         weights = param.detach().view(-1)[start : start + len(grad)]
         # The kernel adds 1 to the count, which is of this call alone.
         step = torch.full((), float(group["step"] - 1), device=param.device)

@@ -171,8 +171,7 @@ class Backward:
         return self.step if self.router is None else self.router.added_to(self.step)
 
     def totals(self, outputs: Sequence[Any]) -> Totals:
-        """Return the totals of the global batch. Also correct the schedule's division of the
-        gradients."""
+        """Return the totals of the global batch, and correct how the schedule divided gradients."""
         of = self.objective, self.batches, outputs, self.stage.grid, self.stage.device
         done, gradients = totals(*of, self.call.divisor), self.gradients
         if done.count not in (0, done.divisor):  # Megatron has divided by the count

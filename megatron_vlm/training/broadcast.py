@@ -2,8 +2,9 @@
 they need.
 
 Tokens, targets and positions go to every rank of the replica, together with grids and the values
-and weights of the loss: to its host, in one message for a step. Pixels, still as bytes, go only to
-the tensor parallel ranks of stage 0, from device to device.
+and weights of the loss: to its host, in one message for a step. Pixels, still as bytes, and the
+other inputs of their patches go only to the tensor parallel ranks of stage 0, from device to
+device.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,7 @@ _FACTS = ("lengths", "rows", "target_shapes")
 
 
 def share_json(value: Any, grid: RankGroups) -> Any:
-    """Send the loading rank's JSON value, or its DataError, to every rank of the replica. A
-    collective."""
+    """Send the loading rank's JSON value, or its DataError, to its replica. A collective."""
     failed = isinstance(value, DataError)
     message = {"error": str(value)} if failed else {"value": value}
     received = broadcast_json(message, grid.leader, grid.replica_hosts)
@@ -46,8 +46,7 @@ def share_bytes(data: bytes | None, grid: RankGroups) -> bytes:
 def share_batch(
     local_batch: tuple[list[MicroBatch], Any] | None, grid: RankGroups, device: torch.device
 ) -> tuple[list[MicroBatch], Any]:
-    """Send the loading rank's micro-batches, and a JSON value with them, to every rank of the
-    replica. A collective."""
+    """Send the loading rank's micro-batches and a JSON value to its replica. A collective."""
     if grid.replica.size == 1:
         assert local_batch is not None
         return local_batch
@@ -64,10 +63,16 @@ def share_batch(
             _, tensors = fields.get(f"{number} {name}", (False, [None]))
             parts[name] = tensors[0]
         batch = None if local_batch is None else local_batch[0][number]
-        for name in GRID_OF if grid.first else ():
-            local_patches = None if batch is None else getattr(batch, name)
-            parts[name] = _share_patches(frame[name], local_patches, grid, device)
-        if not grid.first:
+        if grid.first:
+            for name in GRID_OF:
+                local = None if batch is None else getattr(batch, name)
+                parts[name] = _share_patches(frame[name], local, grid, device)
+            given = {} if batch is None else batch.patch_inputs
+            parts["patch_inputs"] = {
+                name: _share_patches(kind, given.get(name), grid, device)
+                for name, kind in frame["patch_inputs"].items()
+            }
+        else:
             parts |= dict.fromkeys((*_OF_FIRST, *GRID_OF))
         parts["visual"] = frame["visual"]
         received.append(MicroBatch(**parts))
@@ -75,8 +80,7 @@ def share_batch(
 
 
 def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
-    """Pack the fields that the host of each rank needs into one message, but only the shapes and
-    types of patches."""
+    """Pack the fields that hosts need into one message; of patches only shapes and types."""
     fields: dict[str, Field] = {}
     frames = []
     for number, batch in enumerate(batches):
@@ -88,12 +92,17 @@ def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
                 fields[f"{number} {table} {name}"] = (False, [tensor])
         for name in GRID_OF:
             tensor = getattr(batch, name)
-            frame[name] = None if tensor is None else (list(tensor.shape), dtype_name(tensor.dtype))
+            frame[name] = None if tensor is None else _kind(tensor)
+        frame["patch_inputs"] = {name: _kind(each) for name, each in batch.patch_inputs.items()}
         for name in _ON_HOST:
             if (tensor := getattr(batch, name)) is not None:
                 fields[f"{number} {name}"] = (False, [tensor])
         frames.append(frame)
     return pack(fields, {"frames": frames, "extra": extra})
+
+
+def _kind(tensor: Tensor) -> tuple[list[int], str]:
+    return list(tensor.shape), dtype_name(tensor.dtype)
 
 
 def _share_patches(

@@ -40,14 +40,7 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.host_copies import LateFigures
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.head import (
-    Head,
-    HeadOutput,
-    embedding_head,
-    entropy_head,
-    log_probs_head,
-    lumped_head,
-)
+from megatron_vlm.model import head
 from megatron_vlm.training import token_losses
 from megatron_vlm.training.stage_inputs import RowInputs, StageInput
 
@@ -87,8 +80,7 @@ class Objective:
 
     @staticmethod
     def create(loss: str | LossFunction, options: Mapping[str, float]) -> "Objective":
-        """Build an objective from a function or the name of a registered one. Options are
-        checked."""
+        """Build an objective from a function or a registered name. Options are checked."""
         if isinstance(loss, str):
             if loss not in _REGISTRY:
                 raise ConfigError(
@@ -153,13 +145,13 @@ class Objective:
         return replace(objective, metrics=tuple(report))
 
     @property
-    def head(self) -> Head:
+    def head(self) -> head.Head:
         """The head that computes what the loss reads."""
         if self.needs_teacher:
-            return partial(lumped_head, temperature=self.temperature)
+            return partial(head.lumped_head, temperature=self.temperature)
         if self.reads_embeddings:
-            return embedding_head
-        return log_probs_head if self.entropy_coef is None else entropy_head
+            return head.embedding_head
+        return head.log_probs_head if self.entropy_coef is None else head.entropy_head
 
     @property
     def needs_teacher(self) -> bool:
@@ -240,7 +232,7 @@ def check_divisor(divisor: float | None) -> None:
 
 
 def loss_of(
-    objective: Objective, batch: StageInput, output: HeadOutput
+    objective: Objective, batch: StageInput, output: head.HeadOutput
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the triple that Megatron's schedules take: summed loss, token count, and report.
 

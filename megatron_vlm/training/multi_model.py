@@ -76,8 +76,7 @@ def _outputs(
     tokens = [torch.zeros((), dtype=torch.int, device=lead.device) for _ in stages]
 
     def finish(chunks: Any, num_tokens: Any = None, **more: Any) -> None:
-        """Divide each model's gradients by its own tokens. Megatron would divide all gradients by
-        the tokens of all models."""
+        """Divide each model's gradients by its own tokens. Megatron would divide by all tokens."""
         for stage, num_counted in zip(stages, tokens, strict=True):
             stage.chunks[0].config.finalize_model_grads_func(stage.wrapped, num_counted, **more)
 

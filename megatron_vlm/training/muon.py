@@ -39,14 +39,8 @@ from megatron_vlm.hf.matrices import (
     matrix_blocks,
 )
 from megatron_vlm.hf.weight_map import Entry
+from megatron_vlm.training import optimizer_step
 from megatron_vlm.training.adamw import Moment, RangedAdamW, moments_of
-from megatron_vlm.training.optimizer_step import (
-    MainWeight,
-    SplitOptimizer,
-    copy_to_model,
-    groups_with,
-    main_weights,
-)
 
 # Fills a rectangle of a matrix or of a buffer with this rank's values, or takes one of a result.
 Visit = Callable[[Place, Tensor], None]
@@ -321,7 +315,7 @@ def use_muon(
         for param, entry in entries.items()
         if param.requires_grad and is_of_matrices(entry.hf_tensors[0])
     }
-    mains = {each.param: each for each in main_weights(optimizer, learning)}
+    mains = {each.param: each for each in optimizer_step.main_weights(optimizer, learning)}
     device = next(iter(entries)).device
     like = torch.empty(0, dtype=_DTYPE_OF[device.type], device=device)
     for chained in optimizer.chained_optimizers:
@@ -339,13 +333,13 @@ def use_muon(
         muon_mains = {part.main for _, part in held if part is not None}
         groups = rest.param_groups
         others = {each for group in groups for each in group["params"]} - muon_mains
-        own_groups = groups_with(groups, {each: each for each in muon_mains})
-        rest.param_groups = groups_with(groups, {each: each for each in others})
+        own_groups = optimizer_step.groups_with(groups, {each: each for each in muon_mains})
+        rest.param_groups = optimizer_step.groups_with(groups, {each: each for each in others})
         muon = Muon(own_groups, optim, buckets, like)
-        chained.optimizer = SplitOptimizer(groups, (muon, rest))
+        chained.optimizer = optimizer_step.SplitOptimizer(groups, (muon, rest))
         if isinstance(rest, RangedAdamW) and rest.kernel is not None:  # it writes only its own
             own = [each for each in mains.values() if each.main in muon_mains]
-            chained._copy_main_params_to_model_params = partial(copy_to_model, own)
+            chained._copy_main_params_to_model_params = partial(optimizer_step.copy_to_model, own)
 
 
 # Matrices of a parameter, and the part that this rank updates, if it has any.
@@ -353,7 +347,7 @@ _ParamMatrices = tuple[tuple[Matrix, ...], MuonPart | None]
 
 
 def _param_matrices(
-    entry: Entry, param: nn.Parameter, weight: MainWeight | None, grid: RankGroups
+    entry: Entry, param: nn.Parameter, weight: optimizer_step.MainWeight | None, grid: RankGroups
 ) -> _ParamMatrices:
     assert all(map(is_of_matrices, entry.hf_tensors)), f"{entry.our_name} has matrices and others"
     blocks = blocks_of(entry, *grid.along(entry.layout.cut))

@@ -21,15 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, OptimizerSpec
 from megatron_vlm.distributed.host_copies import Copied, HostStream, pinned_memory
+from megatron_vlm.training import optimizer_step
 from megatron_vlm.training.adamw import Kernel, RangedAdamW
-from megatron_vlm.training.optimizer_step import (
-    MainWeight,
-    SplitOptimizer,
-    copy_to_model,
-    groups_with,
-    main_weights_of,
-    ranged_adamw,
-)
 
 
 class MainsWithoutMemory(TorchDispatchMode):
@@ -46,7 +39,9 @@ class MainsWithoutMemory(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def choose_offloaded(weights: Sequence[MainWeight], fraction: float) -> list[MainWeight]:
+def choose_offloaded(
+    weights: Sequence[optimizer_step.MainWeight], fraction: float
+) -> list[optimizer_step.MainWeight]:
     """Return some that have at least this fraction of all values, and hardly more: the largest that
     fit, and at last the smallest that is left. Two stages treat a weight that both have alike."""
     if fraction == 1:
@@ -78,7 +73,7 @@ def offload_optimizer(
     for chained in optimizer.chained_optimizers:
         if chained.is_stub_optimizer:
             continue
-        weights = list(main_weights_of(chained, params))
+        weights = list(optimizer_step.main_weights_of(chained, params))
         offloaded = choose_offloaded(weights, fraction)
         mains = {each.main for each in offloaded}
         rounded = [
@@ -91,35 +86,35 @@ def offload_optimizer(
         # Megatron would copy all main weights to the model. The step copies the host's, and a
         # kernel writes its own.
         copied = [] if kernel else rounded
-        chained._copy_main_params_to_model_params = partial(copy_to_model, copied)
+        chained._copy_main_params_to_model_params = partial(optimizer_step.copy_to_model, copied)
 
 
-class OffloadedAdamW(SplitOptimizer):
+class OffloadedAdamW(optimizer_step.SplitOptimizer):
     """AdamW over weights on the device and weights on the host."""
 
     def __init__(
         self,
         megatrons: torch.optim.Optimizer,
-        kept: Sequence[MainWeight],
-        offloaded: Sequence[MainWeight],
+        kept: Sequence[optimizer_step.MainWeight],
+        offloaded: Sequence[optimizer_step.MainWeight],
         spec: OptimizerSpec,
         kernel: Kernel | None,
     ):
         """Divide the parameters of Megatron's optimizer into those that the device keeps, which a
         kernel may update, and those that are offloaded."""
         groups: list[dict[str, Any]] = megatrons.param_groups
-        on_device = groups_with(groups, {each.main: each.main for each in kept})
+        on_device = optimizer_step.groups_with(groups, {each.main: each.main for each in kept})
         device: torch.optim.Optimizer = megatrons
         if spec.states == "fp32" and kernel is None:
             megatrons.param_groups = on_device
         else:
-            device = ranged_adamw(on_device, kept, spec, kernel)
+            device = optimizer_step.ranged_adamw(on_device, kept, spec, kernel)
         # These fp32 copies are not pinned: what the device copies goes through other memory.
         values = {
             each.main: torch.empty(each.main.numel()).copy_(each.model_part) for each in offloaded
         }
         host_starts = {values[each.main]: each.start for each in offloaded}
-        self.host = RangedAdamW(groups_with(groups, values), spec, host_starts)
+        self.host = RangedAdamW(optimizer_step.groups_with(groups, values), spec, host_starts)
         super().__init__(groups, (device, self.host), values)
         group_of = {each: group for group in self.host.param_groups for each in group["params"]}
         ranges = [
@@ -145,7 +140,7 @@ class OffloadedAdamW(SplitOptimizer):
 class _Range:
     """Neighbouring values of an offloaded weight, at most OFFLOAD_BUCKET."""
 
-    weight: MainWeight
+    weight: optimizer_step.MainWeight
     values: Tensor  # the whole main weight, flat, on the host
     group: dict[str, Any]
     start: int

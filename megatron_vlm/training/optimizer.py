@@ -32,17 +32,11 @@ from megatron_vlm.errors import error_line
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry
 from megatron_vlm.model.stage_model import StageModel
+from megatron_vlm.training import optimizer_step
 from megatron_vlm.training.adamw import Kernel, RangedAdamW
 from megatron_vlm.training.comm_overlap import GradReduce
 from megatron_vlm.training.muon import use_muon
 from megatron_vlm.training.offload import MainsWithoutMemory, offload_optimizer
-from megatron_vlm.training.optimizer_step import (
-    AdamStep,
-    copy_to_model,
-    main_weights_of,
-    ranged_adamw,
-    set_adam,
-)
 
 
 def wrap_data_parallel(
@@ -139,7 +133,7 @@ def build_optimizer(
         optimizer = get_megatron_optimizer(
             config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
         )
-    set_adam(optimizer, AdamStep.from_config(optim))
+    optimizer_step.set_adam(optimizer, optimizer_step.AdamStep.from_config(optim))
     kernel = choose_adamw_kernel(spec.states, next(iter(entries)).device)
     if spec.states == "fp32":
         for group in optimizer.param_groups:
@@ -151,12 +145,14 @@ def build_optimizer(
         for chained in optimizer.chained_optimizers:
             if chained.is_stub_optimizer:
                 continue
-            weights = list(main_weights_of(chained, list(entries)))
+            weights = list(optimizer_step.main_weights_of(chained, list(entries)))
             # The groups stay the same objects, because Megatron's optimizers keep them as well.
             groups = chained.optimizer.param_groups
-            chained.optimizer = ranged_adamw(groups, weights, spec, kernel)
+            chained.optimizer = optimizer_step.ranged_adamw(groups, weights, spec, kernel)
             if kernel is not None:  # it has written them
-                chained._copy_main_params_to_model_params = partial(copy_to_model, [])
+                chained._copy_main_params_to_model_params = partial(
+                    optimizer_step.copy_to_model, []
+                )
     if spec.matrix_state_names:
         use_muon(optimizer, optim, entries, grid)
     return optimizer

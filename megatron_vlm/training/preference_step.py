@@ -94,8 +94,7 @@ class PreferenceObjective:
         return tokens / max(examples, 1)
 
     def _divergence(self, mismatched: Sequence[MicroBatch]) -> float:
-        """Return KTO's estimate of the KL divergence: the mean log-ratio of answers to other
-        prompts, at least 0."""
+        """Return KTO's KL estimate: the mean log-ratio of answers to other prompts, at least 0."""
         batches = self.reference.added_to(mismatched or [filler_batch()])
         sums = row_log_probs(self.worker, batches)
         ratios = [

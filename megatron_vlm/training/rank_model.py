@@ -117,8 +117,7 @@ def _build(
     platform: Platform,
     base: RankModel | None,
 ) -> tuple[list[StageModel], list[Entry]]:
-    """Return this stage's chunks of the model with their adapters, and the table of all
-    parameters."""
+    """Return this stage's chunks with their adapters, and the table of all parameters."""
     family, sizes, stage = source.family, source.sizes, grid.pp.rank
     if not platform.is_cuda:
         enable_onednn(sizes.text.hidden, sizes.text.experts is not None)

@@ -51,8 +51,7 @@ _VERSION = 2  # version of these files
 
 
 def row_log_probs(worker: MegatronWorker, batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Return the log-prob of the supervised tokens of each row [R], in float64, for each
-    micro-batch. A collective."""
+    """Return the supervised log-prob of each row [R] of each batch, in float64. A collective."""
     scored = values_by_place(batches, worker.forward(batches))
     return [
         torch.tensor([float(scored[p].double().sum()) for p in batch.rows], dtype=torch.float64)

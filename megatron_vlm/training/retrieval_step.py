@@ -67,8 +67,7 @@ class EmbeddingObjective:
 
 
 def surrogate(embeddings_NH: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return for each example a loss with the right derivative by each embedding, and no
-    meaning."""
+    """Return for each example a loss of which only the derivative by each embedding counts."""
     if "slopes" not in rows.values:
         return embeddings_NH.new_zeros(0), {}
     return (embeddings_NH * rows.values["slopes"]).sum(1), {}

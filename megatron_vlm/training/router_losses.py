@@ -72,8 +72,7 @@ class RouterTerms:
         )
 
     def values(self) -> LateFigures:
-        """Return each loss without its coefficient, over the global batch, after the last backward.
-        A collective of all ranks."""
+        """Return each global loss without its coefficient, after a backward. A collective."""
         values = torch.stack([self.sums[name] for name in self.coefficients])
         dist.all_reduce(values)
         return LateFigures(values)

@@ -206,8 +206,7 @@ class GlobalRows:
         return examples.to(self.values_TH.device)
 
     def dealt(self, name: str, table_TH: Tensor, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return this replica's micro-batches with the row value `name`, from a table of all
-        rows."""
+        """Return this replica's batches with the row value `name`, from a table of all rows."""
         local_RH = table_TH[torch.tensor(self.local, dtype=torch.long, device=table_TH.device)]
         parts = local_RH.split([len(batch.rows) for batch in batches])
         pairs = zip(batches, parts, strict=True)

@@ -116,9 +116,8 @@ def stage_input(
 
     parts: dict[str, Any] = {}
     if chunk.pre_process and sees:
-        grids = batch.image_grid_I3, batch.video_grid_I3
-        plan = chunk.plan_visuals(batch.ids_BS, *grids, batch.visual_of_O)
-        parts["visuals"] = plan.moved(move)
+        of_pictures = batch.grid_I3, batch.patch_inputs, batch.visual_of_O
+        parts["visuals"] = chunk.plan_visuals(batch.ids_BS, *of_pictures).moved(move)
         for name in GRID_OF:
             parts[name] = moved(getattr(batch, name))
     text = chunk.sizes.text

@@ -185,8 +185,7 @@ LOSSES = (
 def _clipped_losses(
     name: str, ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
 ) -> Losses:
-    """Return PPO's pessimistic bound, the larger loss of the two ratios, and report where it is the
-    clipped ratio's."""
+    """Return PPO's pessimistic bound, and report where the clipped ratio's loss is the larger."""
     plain_N = ratio_N * advantages_N
     clipped_N = _clip_ratio(name, ratio_N, clip_low, clip_high) * advantages_N
     report = {"clip_fraction": (clipped_N < plain_N).float()}

@@ -25,13 +25,8 @@ from megatron_vlm.distributed.error_json import error_to_json
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.io.parent import ParentChannel, read_frame
 from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.user_code import load_code
 from megatron_vlm.user_code.environment import Environment, EnvStep
-from megatron_vlm.user_code.load_code import (
-    TIMEOUT_KEYS,
-    error_in_one_line,
-    load_user_code,
-    place_of_function,
-)
 from megatron_vlm.user_code.serialize import PackingError, deserialize, pack_and_unpack, serialize
 
 Request = dict[str, Any]
@@ -90,17 +85,17 @@ class _UserCodeRunner:
                     result = await result
         except BaseException as error:  # users' code may also raise SystemExit
             if not limit.expired():
-                text = f"raised {error_in_one_line(error)}{self._place(error)}"
+                text = f"raised {load_code.error_in_one_line(error)}{self._place(error)}"
                 raise WrongResultError(text) from None
         # A plain function cannot be cancelled, and a coroutine may refuse to be.
         if limit.expired() or time.monotonic() - began > self.timeout_s:
-            key = TIMEOUT_KEYS[self.kind]
+            key = load_code.TIMEOUT_KEYS[self.kind]
             raise WrongResultError(f"took longer than {key}={self.timeout_s:g} seconds")
         return result
 
     def _place(self, error: BaseException) -> str:
         """Return the place where an error was raised, and print its traceback the first time."""
-        place = place_of_function(error, self.home)
+        place = load_code.place_of_function(error, self.home)
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == _FILE:
             frames = frames.tb_next
@@ -194,7 +189,7 @@ def _messages(value: Any) -> Any:
     except DataError as error:
         raise WrongResultError(f"gave messages that cannot be read: {error}") from None
     except Exception as error:  # from users' objects, or from too deep nesting
-        why = error_in_one_line(error)
+        why = load_code.error_in_one_line(error)
         raise WrongResultError(f"gave messages that cannot be sent: {why}") from None
     return arriving
 
@@ -221,7 +216,7 @@ async def _serve(channel: ParentChannel, runner: _UserCodeRunner) -> None:
         except WrongResultError as error:
             channel.refuse(number, str(error))
         except Exception as error:  # a user's value may fail when it is inspected
-            why = f"returned what cannot be read: {error_in_one_line(error)}"
+            why = f"returned what cannot be read: {load_code.error_in_one_line(error)}"
             channel.refuse(number, why)
 
     def take(request: Request) -> None:
@@ -248,7 +243,7 @@ def run_reward_child(socket_file: str, parent: str) -> None:
         frame[0][name] for name in ("id", "kind", "target", "timeout_s")
     )
     try:
-        function, home = load_user_code(kind, target)
+        function, home = load_code.load_user_code(kind, target)
     except MegatronVLMError as error:
         channel.refuse(number, error_to_json(error))
         return

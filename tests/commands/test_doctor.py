@@ -186,7 +186,7 @@ def test_gpus_and_what_they_compute_in():
     statuses = {name: check.status for name, check in checks.items()}
     assert statuses == {"GPU": OK, "NCCL": MISSING, "bf16": WARNING, "peak FLOP/s": WARNING}
     assert checks["bf16"].found == "not in the hardware of Tesla T4"
-    assert "PEAK_FLOPS_BF16" in checks["peak FLOP/s"].advice
+    assert "CARDS" in checks["peak FLOP/s"].advice
 
 
 def test_no_gpu_is_fine_and_one_that_torch_misses_is_wrong(tmp_path, monkeypatch):

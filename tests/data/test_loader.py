@@ -5,8 +5,11 @@ import gzip
 import json
 import os
 import re
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
@@ -21,6 +24,7 @@ from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.tokens import reader as reading
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.qwen import model as qwen
 from megatron_vlm.training.broadcast import share_batch
 from megatron_vlm.training.data_feed import SharedBatches
 from megatron_vlm.training.lr_schedule import total_steps
@@ -99,7 +103,10 @@ def test_the_order_does_not_depend_on_the_data_parallel_degree(ranks, dataset, e
 
 
 @pytest.mark.full
-def test_the_order_does_not_depend_on_worker_processes(dataset, expected, tiny):
+def test_the_order_does_not_depend_on_worker_processes(dataset, expected, tiny, monkeypatch):
+    """Nor does this process plan patches or open pictures."""
+    monkeypatch.setattr(qwen, "get_vision_position_ids", None)
+    monkeypatch.setattr(reading, "read_image", None)
     assert load(dataset[0], tiny(), dataset[1], num_workers=2) == expected
 
 
@@ -111,7 +118,7 @@ def test_a_large_batch_is_planned_in_another_process(dataset, expected, tiny, mo
         raise AssertionError("planned in the process that trains")
 
     monkeypatch.setattr(loading, "PLANNED_APART", 8)
-    monkeypatch.setattr(loading, "plan_batch", planned_here)
+    monkeypatch.setattr(loading.balance, "plan_batch", planned_here)
     start = expected[1][1]
     assert load(dataset[0], tiny(), dataset[1], 2, start, num_workers=1) == expected[2:]
     with pytest.raises(AssertionError, match="planned in the process that trains"):
@@ -168,11 +175,16 @@ def test_a_broken_picture_is_skipped_when_it_is_met(tmp_path, tiny):
 
 
 def _shared(worker: MegatronWorker, *, path: str, model: str, cache) -> dict:
-    """Return the images that one rank opened, its batches and its losses."""
-    opened = []
-    read = reading.read_image
-    reading.read_image = lambda *args: opened.append(args[2]) or read(*args)
-    try:
+    """Return the images that one rank opened, how often its steps planned patches, its batches, its
+    losses, and those where the stage plans."""
+    opened, planned, unplanned = [], [], []
+    with ExitStack() as stack:
+        for module, name, calls in (
+            (reading, "read_image", opened),
+            (qwen, "get_vision_position_ids", planned),
+        ):
+            noted = _noting(getattr(module, name), calls)
+            stack.enter_context(mock.patch.object(module, name, noted))
         device = worker.platform.device
         steps, losses = [], []
         batches = None
@@ -182,16 +194,31 @@ def _shared(worker: MegatronWorker, *, path: str, model: str, cache) -> dict:
         for _ in range(3):
             local_batch = None
             if batches is not None:
+                before = len(planned)
                 batch = next(batches)
+                del planned[before:]
                 local_batch = (batch.micro_batches, None)
             shared, _ = share_batch(local_batch, worker.grid, device)
             steps.append(
                 [(b.tokens_BS5.tolist(), b.rows, b.pixel_values_PC is not None) for b in shared]
             )
             losses.append(worker.forward_backward(shared).loss)
-    finally:
-        reading.read_image = read
-    return {"opened": opened, "steps": steps, "losses": losses, "first": worker.grid.first}
+            until_now = len(planned)
+            bare = [replace(batch, patch_inputs={}) for batch in shared]
+            unplanned.append(worker.forward_backward(bare).loss)
+            del planned[until_now:]
+    return {
+        "opened": [args[2] for args in opened],
+        "planned": len(planned),
+        "steps": steps,
+        "losses": losses,
+        "unplanned": unplanned,
+        "first": worker.grid.first,
+    }
+
+
+def _noting(right, calls):
+    return lambda *args, **more: calls.append(args) or right(*args, **more)
 
 
 def test_one_decode_a_sample_at_tp2_pp2(dataset, tiny, pool):
@@ -206,7 +233,10 @@ def test_one_decode_a_sample_at_tp2_pp2(dataset, tiny, pool):
         ]
         pixels = [part[2] for step in answer["steps"] for part in step]
         assert any(pixels) == answer["first"]
+        assert answer["unplanned"] == answer["losses"]
     (alone,) = pool.run(call, 1, tiny(), layout(), sharing)
+    assert [answer["planned"] for answer in (*answers, alone)] == [0] * 5
+    assert alone["unplanned"] == alone["losses"]
     assert answers[0]["losses"] == pytest.approx(alone["losses"], rel=1e-6)
 
 

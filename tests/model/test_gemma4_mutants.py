@@ -198,9 +198,8 @@ _GELU = F.gelu
 
 
 def flipped_axes(right: Any) -> Any:
-    def inputs(*given: Any) -> Any:
-        host, device = right(*given)
-        return host, {**device, "positions_P2": device["positions_P2"].flip(-1)}
+    def inputs(*given: Any, **sizes: Any) -> Any:
+        return {name: value.flip(-1) for name, value in right(*given, **sizes).items()}
 
     return inputs
 
@@ -262,7 +261,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "exact GELU": gelu(_GELU),
     "SiLU": gelu(F.silu),
-    "axes of the tower exchanged": replaced(family, "tower_inputs", flipped_axes),
+    "axes of the tower exchanged": replaced(family, "patch_inputs", flipped_axes),
     "scores of the tower scaled": scores(tower, "attend_in_frames"),
 }
 OF_EXPERTS: dict[str, Mutant] = {

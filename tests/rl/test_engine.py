@@ -85,6 +85,7 @@ HYBRIDS = {
     "experts": (2, {"experts": 4}, ["parallel.ep=2"]),
     "replayed": (2, {"experts": 4}, ["parallel.ep=2", "rl.replay_routing=true"]),
     "adapters": (1, {}, ["lora=default"]),
+    "drafts": (2, {"mtp_layers": 1}, ["parallel.tp=2", "engine.draft_tokens=2"]),
 }
 
 
@@ -103,6 +104,13 @@ def test_an_engine_has_the_weights_of_gated_delta_nets(pool, folder, tiny, name,
     check(run, 3, tolerance=TOLERANCE_OF_EXPERTS if name == "experts" else TOLERANCE_BF16)
     if name == "replayed":
         assert all(0 < line["rerouted"] < 0.2 for line in lines(run, "rl"))
+    for line in lines(run, "rl"):
+        assert (line["rounds"] is not None) == (name == "drafts")
+        if name == "drafts":
+            assert len(line["accepted_at"]) == 2
+            assert line["accepted"] == pytest.approx(sum(line["accepted_at"]))
+            drawn = line["rounds"] * (1 + line["accepted"]) + 1
+            assert 0 <= drawn - line["answer_tokens"] <= 2
 
 
 GEMMA4 = {

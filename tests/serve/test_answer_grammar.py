@@ -220,7 +220,7 @@ def walk(texts: TokenizerTexts, grammar: Grammar, rng: Random) -> str:
 @pytest.mark.parametrize("is_xml", [False, True])
 def test_calls_come_back_as_they_were_forced(texts_of, is_xml: bool, is_thinking: bool) -> None:
     texts, rng, seen = texts_of(is_xml), Random(3), set()
-    thoughts = texts.thoughts_rule if is_thinking else None
+    thoughts = texts.thoughts_rule() if is_thinking else None
     for number in range(24):
         calls = texts.call_rules(TOOLS, is_single=number % 2 == 0)
         grammar = whole_grammar(None, calls, True, thoughts)
@@ -240,7 +240,7 @@ def test_an_answer_beside_tools_is_a_call_or_keeps_to_its_format(texts_of) -> No
     texts, rng, kinds = texts_of(False), Random(1), set()
     calls = texts.call_rules(TOOLS, is_single=True)
     for kind, value in (("json", TEXT), ("choice", '["left", "a/b"]'), ("regex", "a/[0-9]{2}")):
-        grammar = whole_grammar(Grammar(kind, value, "f"), calls, False, texts.thoughts_rule)
+        grammar = whole_grammar(Grammar(kind, value, "f"), calls, False, texts.thoughts_rule())
         assert grammar.field == "f"
         check_grammar(grammar)
         for _ in range(6):

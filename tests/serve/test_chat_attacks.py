@@ -6,7 +6,9 @@ import asyncio
 import base64
 import io
 import json
+import os
 import random
+import signal
 import socket
 import sqlite3
 import struct
@@ -38,6 +40,7 @@ from megatron_vlm.serve.http.chat_samples import (
 from megatron_vlm.serve.http.request_bodies import HttpError, RequestLimits
 from megatron_vlm.serve.http.sampling_sessions import SamplingSessions
 from megatron_vlm.serve.protocol.payloads import RequestError
+from tests.serve.test_answer_grammar import SLOW
 from tests.serve.test_chat_routes import answer, shown, under_way
 from tests.support.batches import token_ids
 from tests.support.error_fields import raises
@@ -540,3 +543,33 @@ def test_a_growing_text_is_that_of_all_tokens(path: str) -> None:
             ids += choose.choices(tokens, k=at - len(ids))
             assert grow(ids) == whole(ids)
     assert max(decoded) < 300
+
+
+def test_a_grammar_keeps_no_step_of_another_key_waiting(
+    running: Running, ann, path: str, keys: Any
+) -> None:
+    """Its check stands still while the step is done. Last here, since results of steps are kept."""
+    body = {"model": path, "messages": ASKED, "guided_json": {"allOf": SLOW}}
+    inputs = {"target_tokens": [6, 7, 8], "weights": [1.0] * 3}
+    with ThreadPoolExecutor(1) as pool, Client(running.url, path, key=keys[1]["bob"]) as client:
+        model = client.model(2)
+        asked, checks = pool.submit(ann.post, CHAT, json=body), list[int]()
+        while not checks:
+            assert not asked.done()
+            children = descendants(running.process.pid)
+            checks = [pid for pid in children if b"grammar_check" in command_of(pid)]
+        os.kill(checks[0], signal.SIGSTOP)
+        try:
+            model.gradients([([[5, 6, 7]], inputs)])
+            model.step()
+            assert not asked.done()
+        finally:
+            os.kill(checks[0], signal.SIGCONT)
+        assert asked.result().status_code == 400
+
+
+def command_of(pid: int) -> bytes:
+    """Return the command line of a process, or nothing once it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""

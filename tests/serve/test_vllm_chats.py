@@ -1,7 +1,8 @@
-# make vllm-env, then .venv/bin/python -m pytest tests/serve/test_vllm_chats.py
+# make vllm-env chat-env, then .venv/bin/python -m pytest tests/serve/test_vllm_chats.py
 """Chats whose answers real vLLM draws: prompts, log-probs and streams are those of a service that
 draws them itself, by the same tests, and those of vLLM's own server."""
 
+import importlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from tests.serve.test_chat_routes import (
 )
 from tests.serve.test_chat_routes import test_who_hangs_up_frees_the_rows as check_hanging_up
 from tests.serve.test_vllm import ENGINE
-from tests.support.engine import ENVIRONMENT
+from tests.support.engine import ENVIRONMENT, ROOT
 from tests.support.pool import free_port
 from tests.support.serve_client import served
 
@@ -246,3 +247,12 @@ def test_a_schema_that_vllm_cannot_read_is_a_mistake(client, path: str, form: An
     assert reply.status_code == 400, reply.text
     assert "response_format" in reply.json()["error"]["message"]
     assert answer(client, path, CHATS["text"], max_tokens=2)["usage"]["completion_tokens"] <= 2
+
+
+@pytest.mark.engine("chat")
+def test_the_table_of_the_page_is_what_the_programs_find(monkeypatch) -> None:
+    """Else: python scripts/make_client_table.py"""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    page = (ROOT / "docs" / "serve-chats.md").read_text()
+    made = importlib.import_module("make_client_table").with_table(page)
+    assert made == page and "**no**" not in page

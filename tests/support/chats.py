@@ -243,7 +243,7 @@ def check_continued(reader, record: dict, ids_of) -> None:
         if not isinstance(expected, list):
             expected = expected["input_ids"][0].tolist()
     except ValueError:
-        with pytest.raises(DataError, match="cannot leave its last answer open"):
+        with pytest.raises(DataError, match=r"leave its last answer open|shows . of . images"):
             prompt()
     else:
         assert prompt().ids_S.tolist() == expected, record

@@ -52,12 +52,17 @@ def _braced(node: ast.expr) -> str:
     return "{" + ast.unparse(node).replace("\n", " ") + "}"
 
 
-def calls(tree: ast.Module, classes: set[str]) -> Iterator[tuple[str, str, ast.Call]]:
+def calls(
+    tree: ast.Module, classes: set[str], is_config: bool = False
+) -> Iterator[tuple[str, str, ast.Call]]:
     """Yield (function, class of the error, call) for each error, in the order of the file."""
 
     def walk(node: ast.AST, inside: tuple[str, ...]) -> Iterator[tuple[str, str, ast.Call]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inside += (node.name,)
+        if is_config and isinstance(node, ast.Yield) and isinstance(call := node.value, ast.Call):
+            value = ast.keyword("found", ast.Name("value"))  # check_of adds the value of the key
+            node = ast.copy_location(ast.Call(call.func, call.args, [*call.keywords, value]), call)
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
             if name in classes:
@@ -96,7 +101,7 @@ def all_messages() -> str:
     classes = error_classes(modules)
     lines = []
     for name, tree in modules.items():
-        errors = calls(tree, classes)
+        errors = calls(tree, classes, is_config=name.startswith("config/"))
         entries = [f"  {where}: {kind}: {message(call)}" for where, kind, call in errors]
         lines += [name, *entries] if entries else []
     return "\n".join(lines) + "\n"

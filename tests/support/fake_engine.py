@@ -205,7 +205,11 @@ class StandIn:
             number = self.number_in(adapter, number)
         former, vocab = message.get("former", []), self.options.get("vocab")
         rest = [self.version, (4 if vocab else 3) - len(former)]
-        one = {"ended": "stop", "versions": [*([version, 1] for version, _ in former), rest]}
+        one = {
+            "ended": "stop",
+            "accepted": [],
+            "versions": [*([version, 1] for version, _ in former), rest],
+        }
         one["log_probs"] = [*(float(before) for _, before in former), float(number)]
         samples = [{**one, "ids": [seed, self.version, os.getpid()]} for seed in message["seeds"]]
         if vocab:

@@ -7,11 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_vlm.checkpoint.save_load import load
-from megatron_vlm.commands.agree.agree_settings import (
-    AgreeSettings,
-    add_agree_arguments,
-    locate_checkpoint,
-)
+from megatron_vlm.commands.agree import agree_settings
 from megatron_vlm.commands.agree.agreement_report import agreement_report
 from megatron_vlm.commands.agree.ask_engine import Asking
 from megatron_vlm.commands.agree.compare import BOUNDS, Agreement, TokenText, token_pairs
@@ -33,11 +29,11 @@ from megatron_vlm.training.worker import MegatronWorker
 def run_agree(arguments: Sequence[str]) -> int:
     """Compare engine and trainer on one rank; return UNLIKE if they differ."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_agree_arguments(parser)
+    agree_settings.add_agree_arguments(parser)
     args = parse_arguments(parser, arguments)
-    settings = AgreeSettings.from_arguments(args)
+    settings = agree_settings.AgreeSettings.from_arguments(args)
     file, _ = read_configuration(args)
-    cfg, checkpoint = locate_checkpoint(args.where, args.overrides, file)
+    cfg, checkpoint = agree_settings.locate_checkpoint(args.where, args.overrides, file)
     with Watchdog.watch_rank(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         worker = MegatronWorker(cfg, training=False, watchdog=watchdog)
         if checkpoint is not None:
@@ -52,7 +48,7 @@ def run_agree(arguments: Sequence[str]) -> int:
 
 
 def compare_all(
-    worker: MegatronWorker, cfg: Config, settings: AgreeSettings, streams: bool
+    worker: MegatronWorker, cfg: Config, settings: agree_settings.AgreeSettings, streams: bool
 ) -> Agreement | None:
     """Return the agreement on rank 0. With `streams`, the engine gets the worker's weights;
     otherwise it keeps the weights of the folder. A collective."""
@@ -85,7 +81,11 @@ def compare_all(
         tuple(
             prompt
             if answer is None
-            else replace(prompt, tokens=token_pairs(answer.ids, answer.log_probs, next(scores)))
+            else replace(
+                prompt,
+                tokens=token_pairs(answer.ids, answer.log_probs, next(scores)),
+                accepted=answer.accepted,
+            )
             for prompt, answer in answered
         ),
     )

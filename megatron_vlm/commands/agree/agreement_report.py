@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_vlm.commands.agree.compare import Agreement, ComparedPrompt, TokenPair, TokenText
+from megatron_vlm.data.tokens.completions import accepted_drafts
 from megatron_vlm.io.printable import number
 from megatron_vlm.report import sections
 
@@ -27,6 +28,10 @@ def agreement_report(agreement: Agreement, words: TokenText) -> sections.Report:
         (f"{len(agreement.prompts):,}", "prompts"),
         (small_number(agreement.patches), "largest difference of patches"),
     ]
+    rounds, shares = accepted_drafts(each.accepted for each in agreement.prompts)
+    if rounds:
+        by_place = " + ".join(f"{share:.2f}" for share in shares)
+        figures.append((by_place, f"drafted tokens accepted a round, in {rounds:,} rounds"))
     summary = [sections.Tiles(figures), _verdict(agreement)]
     lead = [agreement.model, _settings(agreement)]
     return sections.Report(

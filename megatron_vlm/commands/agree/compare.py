@@ -48,6 +48,7 @@ class ComparedPrompt:
     patches: float  # largest difference of patches; 0 without patches
     half_step: float  # smaller differences of patches are rounding
     tokens: tuple[TokenPair, ...] = ()
+    accepted: tuple[int, ...] = ()  # see Completion.accepted
 
     @cached_property
     def ids(self) -> bool:

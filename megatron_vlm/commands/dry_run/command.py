@@ -34,13 +34,7 @@ from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.weight_map import Entry, name_table
 from megatron_vlm.io.hub import hub_name
 from megatron_vlm.io.printable import escape_controls, size_text
-from megatron_vlm.lora.targets import (
-    adapted_linears,
-    adapted_weights,
-    adapter_entries,
-    check_base_type,
-    check_blocks,
-)
+from megatron_vlm.lora import targets
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
 from megatron_vlm.planner.auto_layout import machine_of_gpu, needs_planning, plan_layout
@@ -197,12 +191,12 @@ def plan_model(cfg: Config, console: Console, gpus: int | None, memory: str | No
     # A folder may have no weights yet, and a plan does not download them.
     if hub_name(cfg.model.path) is None and any(source.path.glob("*.safetensors")):
         source.read_headers()
-        check_base_type(cfg, source)
+        targets.check_base_type(cfg, source)
         check_tensors(source)
     table = name_table(source.sizes, cfg.model.backend, dims)
-    check_blocks(cfg.lora, table, dims.tp)
-    linears = adapted_linears(table, adapted_weights(cfg, source.sizes))
-    table += adapter_entries(linears, cfg.lora.rank)
+    targets.check_blocks(cfg.lora, table, dims.tp)
+    linears = targets.adapted_linears(table, targets.adapted_weights(cfg, source.sizes))
+    table += targets.adapter_entries(linears, cfg.lora.rank)
     return PlannedModel(cfg, source, target, dims, table)
 
 
@@ -310,23 +304,20 @@ def open_held_out(
     """Yield name, samples to score and remarks of each evaluation set, or of its prompts."""
     cfg, sizes, path = model.cfg, model.source.sizes, model.cfg.model.path
     kind = "prompt" if prompts_only else records_of(cfg)
-    if cfg.data.split is not None and not cfg.data.eval:
-        specs = cfg.data.train
+    is_split = cfg.data.split is not None and not cfg.data.eval
+    sets = [(each.name, (each.source,)) for each in cfg.data.eval]
+    for name, specs in [(HELD_OUT, cfg.data.train)] if is_split else sets:
+        key = "data.split" if is_split else "data.eval"
         data = open_data(
-            specs, "data.split", cfg.data, path, sizes, train=False, kind=kind, held_out=True
+            *(specs, key, cfg.data, path, sizes), train=False, kind=kind, held_out=is_split
         )
         data = with_scores(data, cfg)
         assert isinstance(data, DataSet)
-        remarks = Remarks((describe_split(data, cfg),))
-        yield HELD_OUT, first_samples(data, cfg.eval.samples), remarks
-    for entry in cfg.data.eval:
-        data = open_data(
-            (entry.source,), "data.eval", cfg.data, path, sizes, train=False, kind=kind
-        )
-        data = with_scores(data, cfg)
-        assert isinstance(data, DataSet)
-        remarks = Remarks.from_data(data, f"data.eval {entry.name}", cfg.data)
-        yield entry.name, first_samples(data, cfg.eval.samples), remarks
+        if is_split:
+            remarks = Remarks((describe_split(data, cfg),))
+        else:
+            remarks = Remarks.from_data(data, f"{key} {name}", cfg.data)
+        yield name, first_samples(data, cfg.eval.samples), remarks
 
 
 def _steps_done(cfg: Config, data: DataSet | StreamSet) -> int:

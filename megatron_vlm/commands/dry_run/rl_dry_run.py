@@ -17,15 +17,9 @@ from megatron_vlm.commands.dry_run.command import (
     print_memory,
     print_run,
 )
+from megatron_vlm.config import teachers
 from megatron_vlm.config.command_checks import loaded_counts
 from megatron_vlm.config.schema import Config, LoraConfig
-from megatron_vlm.config.teachers import (
-    ALL_SOURCES,
-    SELF,
-    needs_initial_model,
-    teacher_checkpoints,
-    teachers_of,
-)
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.order import Position
 from megatron_vlm.distributed.dims import ParallelDims
@@ -84,7 +78,7 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
         console.print(reward_table(list(try_reward(cfg, data))))
     print_memory(plan, model.target, console)
     notes = ["Answers are counted with rl.max_new_tokens each; what sampling needs comes on top."]
-    if needs_initial_model(cfg):
+    if teachers.needs_initial_model(cfg):
         notes.append("The initial model needs the weights of each stage again.")
     console.print(" ".join(notes), soft_wrap=True)
     return 0
@@ -143,21 +137,21 @@ def describe_teachers(model: PlannedModel) -> dict[str, str]:
         return {}
     check_teachers(cfg)
     names = [
-        path if name == ALL_SOURCES else f"{path} for {name}"
-        for name, path in teachers_of(cfg).items()
+        path if name == teachers.ALL_SOURCES else f"{path} for {name}"
+        for name, path in teachers.teachers_of(cfg).items()
     ]
     targets = "the sampled token"
     if teacher.top_k:
         targets = f"its {teacher.top_k} most likely tokens and the rest"
     divergence = {"jsd": "JSD"}.get(kind := cfg.distill.divergence or "reverse", f"{kind} KL")
     lines = {"teacher": f"{', '.join(names)}; {divergence} of {targets}, times {teacher.coef:g}"}
-    if SELF in names:
+    if teachers.SELF in names:
         lines["teacher"] = f"{teacher.weights} weights of {lines['teacher']}"
     if not engine_kind(teacher.engine).on_ranks:
-        count = max(len(teacher.devices), len(set(teachers_of(cfg).values())))
+        count = max(len(teacher.devices), len(set(teachers.teachers_of(cfg).values())))
         scorer = describe_engine(replace(cfg.engine, name=teacher.engine))
         return lines | {"scores": f"{scorer}, {show_count(count, 'engine')}"}
-    distinct = dict.fromkeys(teacher_checkpoints(cfg).values())
+    distinct = dict.fromkeys(teachers.teacher_checkpoints(cfg).values())
     text = "; ".join(_memory_of(model, path) for path in distinct) or "nothing"
     return lines | {"scores": f"on the ranks, which need in addition: {text}"}
 

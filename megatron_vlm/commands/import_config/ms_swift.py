@@ -3,19 +3,15 @@ YAML file of --config, or the args.json of a run."""
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.commands.import_config import run_rules
 from megatron_vlm.commands.import_config.data_rules import put_columns, put_sets, translate_split
 from megatron_vlm.commands.import_config.grpo_rules import translate_grpo
 from megatron_vlm.commands.import_config.hugging_face import HF_DEFAULTS, SHARED_RULES
 from megatron_vlm.commands.import_config.model_rules import translate_adapters
-from megatron_vlm.commands.import_config.run_rules import (
-    find_gpu_count,
-    put_device_batches,
-    put_prompts,
-    replicas,
-)
 from megatron_vlm.commands.import_config.source_settings import Setting
 from megatron_vlm.commands.import_config.training_rules import put_rate, put_warmup, translate_rate
 from megatron_vlm.commands.import_config.translation import Trainer, Translation
@@ -50,11 +46,6 @@ def _check_task(t: Translation) -> None:
         "records in docs/embeddings.md",
         task,
     )
-
-
-def _find_gpu_count(t: Translation) -> None:
-    """Count processes: where torchrun is not asked for, one process has all GPUs that it sees."""
-    find_gpu_count(t, counts_devices=False)
 
 
 def _translate_data(t: Translation) -> None:
@@ -133,11 +124,11 @@ def _translate_supervision(t: Translation) -> None:
 def _translate_batches(t: Translation) -> None:
     steps, rows = t.given("gradient_accumulation_steps"), t.take("per_device_train_batch_size")
     if steps is not None or t.method == "grpo":
-        put_device_batches(t, steps)
+        run_rules.put_device_batches(t, steps)
         return
-    per_pass = (1 if rows is None else t.whole(rows)) * replicas(t)
+    per_pass = (1 if rows is None else t.whole(rows)) * run_rules.replicas(t)
     count = math.ceil(_ACCUMULATED / max(1, per_pass))
-    put_device_batches(t, None, count, f"accumulated up to {_ACCUMULATED} samples")
+    run_rules.put_device_batches(t, None, count, f"accumulated up to {_ACCUMULATED} samples")
 
 
 def _translate_rate(t: Translation) -> None:
@@ -151,7 +142,9 @@ def _translate_answers(t: Translation) -> None:
 
 
 _OWN_RULES = (
-    *(_find_gpu_count, _check_task, translate_adapters, _translate_data, _translate_system),
+    # Where torchrun is not asked for, one process has all GPUs that it sees.
+    partial(run_rules.find_gpu_count, counts_devices=False),
+    *(_check_task, translate_adapters, _translate_data, _translate_system),
     *(_translate_media, _translate_supervision),
 )
 _DEFAULTS = {
@@ -194,7 +187,7 @@ MS_SWIFT = Trainer(
 def _translate_megatron_batches(t: Translation) -> None:
     total = t.take("global_batch_size")
     if total is not None and t.is_rl:
-        put_prompts(t, t.whole(total), 1, [total], "prompts of a step")
+        run_rules.put_prompts(t, t.whole(total), 1, [total], "prompts of a step")
     else:
         t.copy_setting("train.global_batch_size", total)
     t.copy("train.micro_batch_size", "micro_batch_size")

@@ -89,8 +89,7 @@ class Translation:
         return None if is_off(value) else Setting(name, value)
 
     def given(self, *names: str) -> Setting | None:
-        """Return the first of these settings that the file has with a value, and mark it as
-        read."""
+        """Return the first of these settings that the file has with a value, marked as read."""
         for name in names:
             written = self._names.get(name)
             if written is None:

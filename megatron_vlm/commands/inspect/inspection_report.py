@@ -10,14 +10,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from megatron_vlm.config.schema import Config, DataConfig
-from megatron_vlm.data.batches.balance import (
-    Balance,
-    Limits,
-    RowSize,
-    measure,
-    naive_plan,
-    plan_batch,
-)
+from megatron_vlm.data.batches import balance
 from megatron_vlm.data.batches.data_warnings import unused_key_warnings
 from megatron_vlm.data.batches.dataset import DataSet, Handle, NoSampleError
 from megatron_vlm.data.batches.order import Position
@@ -67,7 +60,7 @@ class Batching:
 
     ranks: int
     batch_size: int
-    limits: Limits
+    limits: balance.Limits
     steps: int
     measured: int  # number of these steps that were measured
     ways: tuple[BatchingMethod, ...]
@@ -181,24 +174,24 @@ def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
     """Measure padding and balance over the steps of the first epoch, once as the loader plans them,
     and once in plain order with the same number of rows in each micro-batch."""
     batch_size = cfg.train.global_batch_size
-    limits = Limits.from_config(cfg.train)
+    limits = balance.Limits.from_config(cfg.train)
     epoch = itertools.islice(data.epoch(Position()), MAX_STEPS * batch_size)
     sizes = [size for _, size, _ in epoch]
     steps = [sizes[start : start + batch_size] for start in range(0, len(sizes), batch_size)]
     planned, naive = [], []
     for sizes in steps:
-        planned.append(measure(plan_batch(sizes, ranks, limits), sizes))
+        planned.append(balance.measure(balance.plan_batch(sizes, ranks, limits), sizes))
         rows = limits.rows
         if limits.tokens is not None:
             rows = max(1, round(len(sizes) / planned[-1].micro_batches))
-        naive.append(measure(naive_plan(sizes, ranks, rows), sizes))
+        naive.append(balance.measure(balance.naive_plan(sizes, ranks, rows), sizes))
     ways = (_way("as planned", planned, steps), _way("in plain order", naive, steps))
     total = math.ceil(len(data.order) / batch_size)
     return Batching(ranks, batch_size, limits, total, len(steps), ways)
 
 
 def _way(
-    name: str, measured: Sequence[Balance], steps: Sequence[Sequence[RowSize]]
+    name: str, measured: Sequence[balance.Balance], steps: Sequence[Sequence[balance.RowSize]]
 ) -> BatchingMethod:
     """Summarize all steps: padding over all positions, and means of the other figures."""
     real = [sum(size.tokens for size in sizes) for sizes in steps]

@@ -5,15 +5,15 @@ import math
 import re
 from dataclasses import replace
 
-from megatron_vlm.commands.plan.plan_arguments import parse_host_memory, parse_memory
+from megatron_vlm.commands.plan.plan_arguments import parse_memory
 from megatron_vlm.commands.plan.plan_report import Plan, fit_report, plan_report
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
-from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, WITHOUT_BF16, card_of
+from megatron_vlm.distributed.device import CARDS, WITHOUT_BF16, card_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.planner.advice import fitting_sets, rank_layouts, switch_costs
-from megatron_vlm.planner.hardware import CARD_MEMORY, gpu
+from megatron_vlm.planner.hardware import gpu
 from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.planner.search import Cluster
 from megatron_vlm.report.show_report import show_report
@@ -70,15 +70,15 @@ def plan_cluster(args: argparse.Namespace) -> Cluster:
             ": its peak is not known",
             key="--gpu",
             found=name,
-            allowed=tuple(PEAK_FLOPS_BF16),
-            remedy=f"choose from {', '.join(PEAK_FLOPS_BF16)}, and scale it with --efficiency",
+            allowed=tuple(CARDS),
+            remedy=f"choose from {', '.join(CARDS)}, and scale it with --efficiency",
         )
     named = re.search(r"\d+ ?GB\b", name)  # as in A100-SXM4-40GB
-    size = f"{named[0].rstrip('GB') if named else CARD_MEMORY[card][1]}GiB"
-    machine = gpu(name, PEAK_FLOPS_BF16[card], efficiency)
+    size = f"{named[0].rstrip('GB') if named else CARDS[card].memory}GiB"
+    machine = gpu(name, CARDS[card].peak, efficiency)
     if host_link is not None:
         if not 0 < host_link <= 10_000:
             raise ConfigError(key="--host-link", found=host_link, allowed="GB/s, above 0 to 10,000")
         machine = replace(machine, host_link=host_link * 1e9)
-    host = math.inf if args.host_memory is None else parse_host_memory(args.host_memory)
+    host = math.inf if args.host_memory is None else parse_memory(args.host_memory, "--host-memory")
     return Cluster(args.gpus, parse_memory(args.memory or size), machine, host)

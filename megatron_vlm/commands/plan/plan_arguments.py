@@ -10,6 +10,10 @@ from megatron_vlm.config.load import given_keys
 from megatron_vlm.errors import ConfigError
 
 _UNITS = {"GIB": 2**30, "GB": 10**9, "TIB": 2**40, "TB": 10**12, "": 2**30}
+_MEMORY = {
+    "--memory": (2**40, "the memory of one GPU, such as 80GiB"),
+    "--host-memory": (2**45, "the memory of one machine, such as 512GiB"),
+}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|GB|TiB|TB|)", re.IGNORECASE)
 
 
@@ -46,26 +50,11 @@ def with_known_sizes(overrides: Sequence[str], file: ConfigFile | None) -> list[
     return [*overrides, f"model.path='{folder}'"]
 
 
-def parse_memory(text: str) -> float:
-    """Return the bytes of --memory."""
-    size = _bytes_of(text)
-    if not 2**30 <= size <= 2**40:
-        raise ConfigError(
-            key="--memory", found=text, allowed="the memory of one GPU, such as 80GiB"
-        )
-    return size
-
-
-def parse_host_memory(text: str) -> float:
-    """Return the bytes of --host-memory."""
-    size = _bytes_of(text)
-    if not 2**30 <= size <= 2**45:
-        raise ConfigError(
-            key="--host-memory", found=text, allowed="the memory of one machine, such as 512GiB"
-        )
-    return size
-
-
-def _bytes_of(text: str) -> float:
+def parse_memory(text: str, option: str = "--memory") -> float:
+    """Return the bytes of --memory or --host-memory."""
+    most, allowed = _MEMORY[option]
     match = _SIZE.fullmatch(text.strip())
-    return float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    if not 2**30 <= size <= most:
+        raise ConfigError(key=option, found=text, allowed=allowed)
+    return size

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.device import CARDS
 from megatron_vlm.io.printable import time_spent
 from megatron_vlm.planner.advice import FittingSet, SwitchCost
-from megatron_vlm.planner.hardware import CARD_MEMORY, MOVED_PER_BANDWIDTH, Machine
+from megatron_vlm.planner.hardware import MOVED_PER_BANDWIDTH, Machine
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.pipeline_time import Stages
 from megatron_vlm.planner.row_sizes import RowSample
@@ -66,7 +67,12 @@ def _report(
     cluster = plan.cluster
     title = f"{cluster.gpus} x {cluster.machine.name}, {cluster.memory / 2**30:,.0f} GiB"
     header = ("stage", "layers", *("GiB" if name == "total" else name for name in _PARTS))
-    cells = _memory_cells(plan.candidates[0])
+    fastest = plan.candidates[0]
+    stages = enumerate(zip(fastest.memory, fastest.dims.layers_per_stage, strict=True))
+    cells = [
+        (str(stage), str(layers), *(_gib(getattr(memory, name)) for name in _PARTS))
+        for stage, (memory, layers) in stages
+    ]
     last = [
         sections.Heading("Memory of the fastest"),
         sections.Table(header, cells, "GiB of one rank of each stage."),
@@ -108,15 +114,6 @@ def _layout_cells(plan: RunPlan) -> tuple[str, ...]:
     return layers, *_batch_and_memory(plan), f"{plan.bubble:.0%}"
 
 
-def _memory_cells(plan: RunPlan) -> list[tuple[str, ...]]:
-    return [
-        (str(stage), str(layers), *(_gib(getattr(memory, name)) for name in _PARTS))
-        for stage, (memory, layers) in enumerate(
-            zip(plan.memory, plan.dims.layers_per_stage, strict=True)
-        )
-    ]
-
-
 def _pipeline(drawn: RunPlan) -> sections.Timeline:
     assert drawn.stages is not None
     dims = drawn.dims
@@ -138,7 +135,7 @@ def _moved(machine: Machine) -> str:
     """Return the speed of reading and writing, and how it follows from the card's memory."""
     if machine.card is None:
         return f"{machine.moved / 1e12:.2f} TB/s"
-    bandwidth = CARD_MEMORY[machine.card][0] / 1e12
+    bandwidth = CARDS[machine.card].bandwidth / 1e12
     return (
         f"{machine.moved / 1e12:.2f} TB/s (its memory's {bandwidth:.2f} x "
         f"{MOVED_PER_BANDWIDTH:.2f}, as estimated for an H200)"

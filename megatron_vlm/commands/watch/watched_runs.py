@@ -264,8 +264,7 @@ class WatchedRuns:
             return [_as_it_is(name, reader) for name, reader in self._readers.items()]
 
     def get(self, name: str) -> WatchedRun | None:
-        """Return the run with a name. Only runs that were found have one, so no name leads anywhere
-        else."""
+        """Return the run with a name. Only runs that were found have one."""
         with self._lock:
             if name not in self._readers or not self._readers[name].folder.is_dir():
                 self._find()

@@ -64,8 +64,7 @@ class RowSize:
 
 
 def repeated_visuals(sizes: Sequence[RowSize]) -> list[VisualSize]:
-    """Return the images and videos that a micro-batch of these rows has again, and does not encode
-    again."""
+    """Return the images and videos that a micro-batch of these rows has again."""
     visuals = [visual for size in sizes for visual in size.visuals]
     keys = [visual.key for visual in visuals]
     return [visual for place, visual in enumerate(visuals) if visual.key in keys[:place]]

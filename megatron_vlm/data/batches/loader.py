@@ -5,20 +5,13 @@ counting."""
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.batches.balance import (
-    Limits,
-    Plan,
-    RowSize,
-    padded_tokens,
-    plan_batch,
-    repeated_visuals,
-)
+from megatron_vlm.data.batches import balance
 from megatron_vlm.data.batches.collate import (
     collate,
     collate_examples,
@@ -63,13 +56,13 @@ class BatchFigures:
     shared_patches: int = 0  # patches that an earlier row of the same micro-batch has, too
 
     @staticmethod
-    def from_plan(sizes: list[RowSize], plan: Plan) -> "BatchFigures":
+    def from_plan(sizes: list[balance.RowSize], plan: balance.Plan) -> "BatchFigures":
         groups = ([sizes[row] for row in group] for share in plan for group in share)
-        repeated = [each for group in groups for each in repeated_visuals(group)]
+        repeated = [each for group in groups for each in balance.repeated_visuals(group)]
         return BatchFigures(
             samples=len(sizes),
             tokens=sum(size.tokens for size in sizes),
-            padded=padded_tokens(plan, sizes),
+            padded=balance.padded_tokens(plan, sizes),
             images=sum(size.images for size in sizes),
             work=sum(size.cost for size in sizes) - sum(each.cost for each in repeated),
             patches=sum(size.patches for size in sizes),
@@ -125,7 +118,8 @@ class _Decoded:
             return task, (filler_batch(), filler_batch()), tuple(errors)
         if self.data.reader.kind in ("chat", "prompt"):
             rows = [row for [row] in examples.values()]
-            return task, (collate(rows, list(examples)), None), tuple(errors)
+            batch = self._planned(collate(rows, list(examples)))
+            return task, (batch, None), tuple(errors)
         return task, self._rated(task, examples), tuple(errors)
 
     def _rated(self, task: _Task, examples: Mapping[int, list[Row]]) -> _Outcome:
@@ -137,7 +131,7 @@ class _Decoded:
         }
         known = {place: self.data.reference(handles[place]) for place in examples}
         reference = {place: values for place, values in known.items() if values is not None}
-        batch = collate_examples(examples, rejected, reference or None)
+        batch = self._planned(collate_examples(examples, rejected, reference or None))
         if not task.partners:
             return batch, None
         partners = dict(zip(task.places, task.partners, strict=True))
@@ -146,7 +140,13 @@ class _Decoded:
             place: mismatched_rows(rows, self.data.example(partners[place]), tokens)
             for place, rows in examples.items()
         }
-        return batch, collate_examples(others, rejected)
+        return batch, self._planned(collate_examples(others, rejected))
+
+    def _planned(self, batch: MicroBatch) -> MicroBatch:
+        """Return the batch with what the tower reads of each patch, so that no step computes it."""
+        if not len(grid_I3 := batch.grid_I3):
+            return batch
+        return replace(batch, patch_inputs=self.data.reader.patch_inputs(grid_I3))
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Loader:
     data: SampleSource
     cfg: DataConfig
     batch_size: int  # samples of the global batch
-    limits: Limits
+    limits: balance.Limits
     replica: Replica = Replica()
     start: Position = field(default_factory=Position)
     epochs: float = float("inf")
@@ -202,7 +202,7 @@ class Loader:
         """Yield the tasks of this replica, epoch after epoch."""
         position = self.start
         while position.epoch < self.epochs:
-            batch: list[tuple[Any, RowSize]] = []
+            batch: list[tuple[Any, balance.RowSize]] = []
             for handle, size, after in self.data.epoch(position):
                 batch.append((handle, size))
                 if len(batch) == self.batch_size:
@@ -212,9 +212,9 @@ class Loader:
             if batch:  # The last batch of an epoch may be smaller, since no row comes twice.
                 yield from self._step(batch, position)
 
-    def _step(self, batch: list[tuple[Any, RowSize]], after: Position) -> Iterator[_Task]:
+    def _step(self, batch: list[tuple[Any, balance.RowSize]], after: Position) -> Iterator[_Task]:
         sizes = [size for _, size in batch]
-        plan = plan_batch(sizes, self.replica.count, self.limits)
+        plan = balance.plan_batch(sizes, self.replica.count, self.limits)
         figures, groups = BatchFigures.from_plan(sizes, plan), plan[self.replica.rank]
         for number, group in enumerate(groups or [[]]):
             handles = tuple(batch[row][0] for row in group)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.tokens.row import COLUMNS, IGNORE
+from megatron_vlm.data.tokens.visuals import join_grids
 from megatron_vlm.errors import DataError
 
 RowPlace = tuple[int, int]  # a row's example in the batch, and its number in that example
@@ -39,6 +40,9 @@ class MicroBatch:
     video_grid_I3: Tensor | None = None
     # int32, the number of each among the images, then the videos, above. None: all are different.
     visual_of_O: Tensor | None = None
+    # What the tower of the model reads of each patch, by name [P, ...], where the patches are.
+    # Empty: the stage that has the tower makes it, on the thread that trains.
+    patch_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     # COLUMNS and values that a loss reads, by name: of all tokens, or of all targets, row by row.
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     visual: bool = False  # has images or videos; set on stages without them, too
@@ -61,6 +65,11 @@ class MicroBatch:
     @property
     def position_ids_3BS(self) -> Tensor:
         return self.tokens_BS5[..., 2:].permute(2, 0, 1).long()
+
+    @property
+    def grid_I3(self) -> Tensor:
+        """Grids of the images, then of the videos."""
+        return join_grids(self.image_grid_I3, self.video_grid_I3)
 
     @cached_property
     def supervised(self) -> tuple[Tensor, Tensor]:

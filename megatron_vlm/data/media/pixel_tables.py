@@ -33,8 +33,7 @@ class PixelTables:
 
     @property
     def half_step(self) -> float:
-        """Half the distance between the floats of adjacent bytes of an image: smaller differences
-        are rounding."""
+        """Half the distance between adjacent bytes as floats: smaller differences are rounding."""
         return float(self._table("images")[1].diff().abs().min()) / 2
 
     def _table(self, kind: str) -> tuple[PatchReader, Tensor]:

@@ -56,8 +56,7 @@ class RecordScore:
 
 
 def digest_sample(sample: Sample) -> int:
-    """Return a signed number of 64 bits for the sample's tokens and which of them are
-    supervised."""
+    """Return a signed number of 64 bits for a sample's tokens and which of them are supervised."""
     hasher = hashlib.blake2b(sample.ids_S.astype("<i4").tobytes(), digest_size=8)
     hasher.update(supervised_positions(sample).astype("<i4").tobytes())
     return int.from_bytes(hasher.digest(), "big", signed=True)

@@ -13,13 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vlm.data.scores import score_index
 from megatron_vlm.data.scores.score_file import ScoreFile, digest_sample
-from megatron_vlm.data.scores.score_index import (
-    ScoreIndex,
-    check_scores,
-    digest_vocabulary,
-    read_complete,
-)
 from megatron_vlm.data.tokens.index import Index
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.sample import Sample
@@ -39,17 +34,17 @@ class ScoreLookup:
 
     key: str  # key of the configuration that names the folder
     folder: str
-    index: ScoreIndex
+    index: score_index.ScoreIndex
     files: tuple[ScoreFile, ...]
     digests: np.ndarray  # digests of the records of all scores, in rising order
     places: np.ndarray  # [scores, 2]: the file of each score, and its place there
 
     @staticmethod
     def open(
-        key: str, folder: str, index: ScoreIndex, vocabulary: Mapping[str, int]
+        key: str, folder: str, index: score_index.ScoreIndex, vocabulary: Mapping[str, int]
     ) -> "ScoreLookup":
         """Open a folder with this index, for a model with this vocabulary."""
-        if index.vocabulary != digest_vocabulary(vocabulary):
+        if index.vocabulary != score_index.digest_vocabulary(vocabulary):
             raise DataError(
                 "was scored with another tokenizer: its tokens have other ids than those of "
                 "model.path",
@@ -89,8 +84,7 @@ class ScoreLookup:
         return first, last
 
     def find(self, digest: int, sample: Sample, where: str) -> tuple[int, int]:
-        """Return the file, and the place there, of the score of the record with this digest and of
-        these tokens."""
+        """Return the file of the record with this digest and these tokens, and the place there."""
         first, last = (int(np.searchsorted(self.digests, digest, side)) for side in _SIDES)
         wanted = digest_sample(sample)
         for number, place in self.places[first:last].tolist():
@@ -110,7 +104,9 @@ class ReferenceScores:
     def __init__(self, folder: str, vocabulary: Mapping[str, int]):
         """Open a folder for a model with this vocabulary."""
         key = "preference.reference"
-        self.scores = ScoreLookup.open(key, folder, read_complete(key, folder), vocabulary)
+        self.scores = ScoreLookup.open(
+            key, folder, score_index.read_complete(key, folder), vocabulary
+        )
         self.sums = [file.sums() for file in self.scores.files]  # log-prob of each answer
 
     def table(self, index: Index, where: Callable[[int], str]) -> np.ndarray:
@@ -136,9 +132,8 @@ class TeacherTargets:
 
     @staticmethod
     def open(folder: str, top_k: int | None, vocabulary: Mapping[str, int]) -> "TeacherTargets":
-        """Open a folder for a student with this vocabulary. With `top_k` samples get that many
-        tokens of a place."""
-        index = check_scores(folder, top_k)
+        """Open a folder for a student with this vocabulary, and `top_k` tokens of each place."""
+        index = score_index.check_scores(folder, top_k)
         scores = ScoreLookup.open("teacher.path", folder, index, vocabulary)
         return TeacherTargets(scores, index.top_k if top_k is None else top_k)
 

@@ -18,13 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_vlm.config.data_sources import HUB, SourceSpec
-from megatron_vlm.data.sources.arrow_tables import (
-    TableSource,
-    find_data,
-    load_saved,
-    paths_of,
-    root_cause,
-)
+from megatron_vlm.data.sources import arrow_tables, text_files
 from megatron_vlm.data.sources.columns import (
     FieldNames,
     check_columns_exist,
@@ -32,24 +26,6 @@ from megatron_vlm.data.sources.columns import (
     read_dataset_info,
 )
 from megatron_vlm.data.sources.tar import TarSource
-from megatron_vlm.data.sources.text_files import (
-    DELIMITERS,
-    MAX_RECORD,
-    begins_list,
-    check_size,
-    content_of,
-    iter_lines,
-    iter_rows,
-    name_of_files,
-    parse_header,
-    parse_json,
-    parse_list,
-    parse_row,
-    refuse_utf_16,
-    suffix_of,
-    unpacked_path,
-    unpacked_suffix,
-)
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import real_path
 
@@ -97,12 +73,12 @@ def named_source(
 
 def _open_unnamed(spec: SourceSpec, image_root: str | None, cache: Path | None) -> Source:
     root = image_root or default_root(spec)
-    if saved := load_saved(spec):
-        return TableSource(*saved, root)
-    found = find_data(spec)
+    if saved := arrow_tables.load_saved(spec):
+        return arrow_tables.TableSource(*saved, root)
+    found = arrow_tables.find_data(spec)
     if not isinstance(found, list):
-        return TableSource(found, f"{spec.path.removeprefix(HUB)}[{spec.split}]", root)
-    if len(suffixes := {suffix_of(path) for path in found}) > 1:
+        return arrow_tables.TableSource(found, f"{spec.path.removeprefix(HUB)}[{spec.split}]", root)
+    if len(suffixes := {text_files.suffix_of(path) for path in found}) > 1:
         raise ConfigError(
             f"matches files of several kinds: {', '.join(sorted(suffixes))}", place=spec.path
         )
@@ -118,7 +94,7 @@ def _open_unnamed(spec: SourceSpec, image_root: str | None, cache: Path | None) 
 
 def default_root(spec: SourceSpec) -> str:
     """Return the folder of the images of a spec that names none: where its files are."""
-    first = next(iter(paths_of(spec)), None)
+    first = next(iter(arrow_tables.paths_of(spec)), None)
     if first is None:
         return os.getcwd()
     resolved = real_path(first)
@@ -152,7 +128,7 @@ class NamedSource:
 
 def _keys_of_records(source: Source) -> Iterable[Collection[str]]:
     """Yield the keys of each readable record, or of all at once for a table."""
-    if isinstance(source, TableSource | TextSource) and source.columns:
+    if isinstance(source, arrow_tables.TableSource | TextSource) and source.columns:
         yield source.columns
         return
     for index in range(len(source)):
@@ -170,8 +146,8 @@ class TextForm:
 
     def parse(self, text: bytes, where: str) -> Any:
         if self.delimiter is None:
-            return parse_json(text, where)
-        return parse_row(text, self.header, self.delimiter, where)
+            return text_files.parse_json(text, where)
+        return text_files.parse_row(text, self.header, self.delimiter, where)
 
 
 def _split_texts(
@@ -181,12 +157,12 @@ def _split_texts(
     delimiter, rows. Each has its line, the place of its first byte, and its bytes."""
     if delimiter is None:
         return TextForm(), _lines_with_text(blocks)
-    rows = iter_rows(blocks, name, delimiter)
-    return TextForm(delimiter, parse_header(next(rows, None), name, delimiter)), rows
+    rows = text_files.iter_rows(blocks, name, delimiter)
+    return TextForm(delimiter, text_files.parse_header(next(rows, None), name, delimiter)), rows
 
 
 def _lines_with_text(blocks: Iterable[bytes]) -> Iterator[tuple[int, int, bytes | None]]:
-    for number, start, line in iter_lines(blocks):
+    for number, start, line in text_files.iter_lines(blocks):
         if number == 1 and line and line.startswith(codecs.BOM_UTF8):
             start, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
         if line is None or line.strip():
@@ -200,17 +176,19 @@ class TextSource:
         self, files: Sequence[str], names: Sequence[str], root: str, delimiter: str | None
     ):
         self.files, self.names, self.root = list(files), list(names), root
-        self.name = name_of_files(names)
+        self.name = text_files.name_of_files(names)
         hasher = hashlib.blake2b((delimiter or "").encode(), digest_size=16)
         self.forms: list[TextForm] = []
         scanned = []
         for file, name in zip(self.files, self.names, strict=True):
-            form, texts = _split_texts(_add_to(hasher, content_of(file)), name, delimiter)
+            form, texts = _split_texts(
+                _add_to(hasher, text_files.content_of(file)), name, delimiter
+            )
             self.forms.append(form)
             places = array("q")
             for line, start, text in texts:
                 # A text that is too large is refused by its size when it is read.
-                size = MAX_RECORD + 1 if text is None else len(text)
+                size = text_files.MAX_RECORD + 1 if text is None else len(text)
                 places.extend((line, start, start + size))
             scanned.append(np.frombuffer(places, np.int64).reshape(-1, 3))
         self.digest = hasher.hexdigest()
@@ -227,7 +205,7 @@ class TextSource:
 
     def __getitem__(self, index: int) -> Any:
         (_, start, end), where = self.places[index].tolist(), self.where(index)
-        check_size(end - start, where)
+        text_files.check_size(end - start, where)
         number = self.file_of[index]
         with open(self.files[number], "rb") as file:
             file.seek(start)
@@ -250,7 +228,7 @@ class ListSource:
         self.name, self.root = name, root
         self.records: list[tuple[str, Any]] = []  # place and content
         for file, path in zip(files, names, strict=True):
-            records = parse_list(Path(file).read_bytes(), path)
+            records = text_files.parse_list(Path(file).read_bytes(), path)
             self.records += [(f"{path}: record {i}", record) for i, record in enumerate(records)]
 
     @cached_property
@@ -274,26 +252,28 @@ TEXT, FORM = "a text", "its form"
 
 
 def _scan_texts(paths: list[str], name: str, root: str, cache: Path | None) -> Source:
-    files = [unpacked_path(path, cache) for path in paths]
+    files = [text_files.unpacked_path(path, cache) for path in paths]
     for file, path in zip(files, paths, strict=True):
-        refuse_utf_16(file, path)
-    suffix = unpacked_suffix(paths[0])
-    if suffix == ".json" and all(begins_list(next(content_of(file), b"")) for file in files):
+        text_files.refuse_utf_16(file, path)
+    suffix = text_files.unpacked_suffix(paths[0])
+    if suffix == ".json" and all(
+        text_files.begins_list(next(text_files.content_of(file), b"")) for file in files
+    ):
         return ListSource(files, paths, name, root)
-    return TextSource(files, paths, root, DELIMITERS.get(suffix))
+    return TextSource(files, paths, root, text_files.DELIMITERS.get(suffix))
 
 
 def _iter_texts(path: str) -> Iterator[tuple[str, Members]]:
     """Yield the records of a file without parsing them, because a wrong one may be skipped."""
-    blocks, suffix = content_of(path), unpacked_suffix(path)
+    blocks, suffix = text_files.content_of(path), text_files.unpacked_suffix(path)
     first = next(blocks, b"")
-    if suffix == ".json" and begins_list(first):
+    if suffix == ".json" and text_files.begins_list(first):
         form = json.dumps(asdict(TextForm())).encode()
-        for number, record in enumerate(parse_list(b"".join((first, *blocks)), path)):
+        for number, record in enumerate(text_files.parse_list(b"".join((first, *blocks)), path)):
             yield f"{path}: record {number}", {TEXT: json.dumps(record).encode(), FORM: form}
         return
     blocks = itertools.chain((first,), blocks)
-    text_form, texts = _split_texts(blocks, path, DELIMITERS.get(suffix))
+    text_form, texts = _split_texts(blocks, path, text_files.DELIMITERS.get(suffix))
     form = json.dumps(asdict(text_form)).encode()
     for line, _, text in texts:
         yield f"{path}:{line}", {} if text is None else {TEXT: text, FORM: form}
@@ -308,7 +288,7 @@ def _iter_shard(path: str) -> Iterator[tuple[str, Members]]:
 def _scan_tables(paths: list[str], name: str, root: str, cache: Path | None) -> Source:
     import datasets
 
-    suffix = suffix_of(paths[0])
+    suffix = text_files.suffix_of(paths[0])
     try:
         if suffix == ".parquet":
             table = datasets.Dataset.from_parquet(list(paths))
@@ -316,9 +296,9 @@ def _scan_tables(paths: list[str], name: str, root: str, cache: Path | None) -> 
             table = datasets.concatenate_datasets([datasets.Dataset.from_file(p) for p in paths])
     except Exception as error:  # pyarrow and datasets raise many kinds
         raise DataError(
-            f"is not a readable {suffix[1:]} file: {root_cause(error)}", place=paths[0]
+            f"is not a readable {suffix[1:]} file: {arrow_tables.root_cause(error)}", place=paths[0]
         ) from error
-    return TableSource(table, name, root)
+    return arrow_tables.TableSource(table, name, root)
 
 
 @dataclass(frozen=True)
@@ -333,7 +313,7 @@ class FileKind:
 _TEXTS = FileKind(_scan_texts, _iter_texts)
 _TABLES = FileKind(_scan_tables, None)
 KINDS = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json", *DELIMITERS), _TEXTS),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json", *text_files.DELIMITERS), _TEXTS),
     ".tar": FileKind(lambda paths, name, root, cache: TarSource(paths, root), _iter_shard),
     **dict.fromkeys((".parquet", ".arrow"), _TABLES),
 }
@@ -341,5 +321,5 @@ KINDS = {
 
 def kind_of_file(path: str) -> FileKind | None:
     """Return how a file is read, from its suffix. Texts alone may be packed."""
-    kind = KINDS.get(unpacked_suffix(path))
-    return kind if kind is _TEXTS or suffix_of(path) in KINDS else None
+    kind = KINDS.get(text_files.unpacked_suffix(path))
+    return kind if kind is _TEXTS or text_files.suffix_of(path) in KINDS else None

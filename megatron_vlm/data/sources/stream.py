@@ -14,17 +14,9 @@ import numpy as np
 
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.sources import source
 from megatron_vlm.data.sources.arrow_tables import find_data, root_cause, table_row
 from megatron_vlm.data.sources.columns import FieldNames, check_columns_exist, parse_cells
-from megatron_vlm.data.sources.source import (
-    FORM,
-    KINDS,
-    TEXT,
-    TextForm,
-    default_root,
-    kind_of_file,
-    named_source,
-)
 from megatron_vlm.data.sources.tar import join_members
 from megatron_vlm.data.sources.text_files import suffix_of, too_large_error
 from megatron_vlm.errors import ConfigError, DataError
@@ -52,10 +44,10 @@ class StreamRecord:
         members = {member["name"]: member["content"] for member in raw.get(_CONTENT, ())}
         if not members:
             raise too_large_error(self.where)
-        if TEXT not in members:
+        if source.TEXT not in members:
             return self.names.rename(join_members(members, self.where), self.where)
-        form = TextForm(**json.loads(members[FORM]))
-        record = self.names.rename(form.parse(members[TEXT], self.where), self.where)
+        form = source.TextForm(**json.loads(members[source.FORM]))
+        record = self.names.rename(form.parse(members[source.TEXT], self.where), self.where)
         return parse_cells(record, self.where) if form.delimiter else record
 
 
@@ -119,7 +111,7 @@ def open_stream(specs: Sequence[SourceSpec], cfg: DataConfig, train: bool) -> St
     """Open the streams of these specs, mixed by weight until each has been read to its end."""
     import datasets
 
-    named = [named_source(spec, cfg.columns, cfg.roles) for spec in specs]
+    named = [source.named_source(spec, cfg.columns, cfg.roles) for spec in specs]
     specs, names = [spec for spec, _ in named], named[0][1]
     if any(other != names for _, other in named):
         raise ConfigError(
@@ -148,7 +140,7 @@ def _root(specs: Sequence[SourceSpec], cfg: DataConfig) -> str | None:
     of the files. It is None for several, since a record does not name its file."""
     if configured := specs[0].image_root or cfg.image_root:
         return configured
-    roots = {default_root(spec) for spec in specs}
+    roots = {source.default_root(spec) for spec in specs}
     return roots.pop() if len(roots) == 1 else None
 
 
@@ -157,8 +149,8 @@ def _open(spec: SourceSpec) -> Any:
 
     if not isinstance(paths := find_data(spec, streaming=True), list):
         return paths
-    if not (kind := kind_of_file(paths[0])):
-        raise ConfigError("cannot be streamed", place=spec.path, allowed=tuple(KINDS))
+    if not (kind := source.kind_of_file(paths[0])):
+        raise ConfigError("cannot be streamed", place=spec.path, allowed=tuple(source.KINDS))
     if kind.iterate:
         text, data = datasets.Value("string"), datasets.Value("large_binary")
         return datasets.IterableDataset.from_generator(
@@ -178,7 +170,7 @@ def _open(spec: SourceSpec) -> Any:
 
 
 def _records(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    kind = kind_of_file(paths[0])
+    kind = source.kind_of_file(paths[0])
     assert kind is not None and kind.iterate is not None
     for where, members in itertools.chain.from_iterable(map(kind.iterate, paths)):
         content = [{"name": name, "content": value} for name, value in members.items()]

@@ -1,8 +1,9 @@
 """Completion of a prompt, the settings by which it is sampled, and its text while it grows."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
@@ -110,16 +111,28 @@ class Completion:
     # On request, the experts of the tokens, as a Row takes them. The last token has -1, because
     # nothing was sampled after it.
     routing_SLK: Tensor | None = None
+    # Numbers of rounds in which the model accepted 0, 1, ... of the tokens that its head had
+    # drafted; empty without drafts.
+    accepted: tuple[int, ...] = ()
 
     def as_json(self) -> list[Any]:
         """Return the answer in a form that JSON can hold, without the routing."""
-        return [self.ids, self.log_probs, self.ended, self.versions]
+        drafts = [self.accepted] if self.accepted else []
+        return [self.ids, self.log_probs, self.ended, self.versions, *drafts]
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> "Completion":
         """Build an answer from the form of `as_json`."""
-        ids, log_probs, ended, versions = values
-        return Completion(tuple(ids), tuple(log_probs), ended, tuple(map(tuple, versions)))
+        ids, log_probs, ended, versions, *drafts = values
+        spans, accepted = tuple(map(tuple, versions)), tuple(*drafts)
+        return Completion(tuple(ids), tuple(log_probs), ended, spans, accepted=accepted)
+
+
+def accepted_drafts(histograms: Iterable[Sequence[int]]) -> tuple[int, list[float]]:
+    """Return the number of rounds in which a head has drafted tokens, and the shares of the rounds
+    that accepted the first, the second, ... of them. Histograms: see `Completion.accepted`."""
+    counts = [sum(same) for same in zip_longest(*histograms, fillvalue=0)]
+    return sum(counts), [sum(counts[at:]) / sum(counts) for at in range(1, len(counts))]
 
 
 TextOf = Callable[[Sequence[int]], str]

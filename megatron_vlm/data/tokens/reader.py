@@ -45,6 +45,7 @@ class Reader:
     encoder: Encoder
     policy: MediaPolicy
     tokens: Tokens
+    patch_inputs: Callable[[Tensor], dict[str, Tensor]]  # VisionSizes.patch_inputs
     kind: RecordKind = "chat"  # prompt: an answer that ends a record is left out
 
     @property
@@ -235,7 +236,7 @@ def make_reader(
     root = None if root is None else str(home_path(root))
     most = encoder.images.max_aspect
     policy = MediaPolicy(root, cfg.allow_http, cfg.exif_orientation, most)
-    return Reader(encoder, policy, sizes.tokens, kind)
+    return Reader(encoder, policy, sizes.tokens, sizes.vision.patch_inputs, kind)
 
 
 def with_end(sample: Sample, end_ids: Sequence[int]) -> Sample:

@@ -70,8 +70,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat) -> tupl
 
 
 def stop_ids(folder: Path, ends: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens that end an answer: the chat format's, and the tokens at which
-    transformers stops."""
+    """Return the tokens that end an answer: the chat format's, and transformers' own."""
     path = folder / "generation_config.json"
     if not os.path.lexists(path):
         return ends

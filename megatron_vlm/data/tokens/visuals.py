@@ -40,6 +40,12 @@ def make_visuals(checkpoint: str, processed: Mapping[str, Any]) -> dict[str, Ten
     return visuals
 
 
+def join_grids(*grids: Tensor | None) -> Tensor:
+    """Return all grids in one table on the host."""
+    present = [grid_I3.cpu() for grid_I3 in grids if grid_I3 is not None]
+    return torch.cat([torch.empty(0, 3, dtype=torch.long), *present])
+
+
 def pixel_fault(pixels: Tensor | None, grid_I3: Tensor | None, tokens: Tokens) -> str | None:
     """Return what cannot be right about patches and their grids, or None."""
     expected, count = 0, 0 if pixels is None else len(pixels)

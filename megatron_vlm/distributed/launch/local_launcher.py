@@ -42,8 +42,7 @@ STOP_S = 5.0  # time for the ranks to end after a second Ctrl-C, and after they 
 
 
 def run_job(module: str, arguments: Sequence[str], count: int, max_restarts: int = 0) -> int:
-    """Run `python -m module arguments` on `count` ranks, again after a failure. Return the exit
-    status."""
+    """Run `python -m module arguments` on `count` ranks, again after a failure."""
     command = [sys.executable, "-m", module, *arguments]
     return run_with_restarts(lambda restart: _run_once(command, count, restart), max_restarts)
 

@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError  # type:
 from ray.util.placement_group import remove_placement_group  # type: ignore
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed import ray_cluster
 from megatron_vlm.distributed.launch.restart import (
     Ending,
     run_with_restarts,
@@ -23,13 +24,6 @@ from megatron_vlm.distributed.launch.restart import (
     wait_for_ranks,
 )
 from megatron_vlm.distributed.process import FAILED, RESTART, STUCK, print_to_user, run_guarded
-from megatron_vlm.distributed.ray_cluster import (
-    RankActor,
-    StoreAddress,
-    gpus_of_rank,
-    place_ranks,
-    room_for,
-)
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import UntrustedFile
 
@@ -41,8 +35,7 @@ _SETTLE_S = 20.0  # time before a restart for the cluster to notice that a node 
 def run_ray_job(
     cfg: Config, arguments: Sequence[str], address: str, command: Command = TRAIN
 ) -> int:
-    """Run a command in the cluster at this address, again after a failure. Return the exit
-    status."""
+    """Run a command in the cluster at this address, again after a failure."""
     started = not ray.is_initialized()
     if started:
         _start_ray(address)
@@ -64,7 +57,7 @@ def _start_ray(address: str) -> None:
         ray.init(address=address, log_to_driver=True, include_dashboard=dashboard)
 
 
-class TrainActor(RankActor):
+class TrainActor(ray_cluster.RankActor):
     """Actor of one rank. It trains in one thread, and another receives the driver's signals."""
 
     def __init__(self, rank: int, world: int, restart: int):
@@ -72,7 +65,9 @@ class TrainActor(RankActor):
         self.signals: Any = None
         os.environ[RESTART] = str(restart)
 
-    def run(self, arguments: Sequence[str], store: StoreAddress, command: Command = TRAIN) -> int:
+    def run(
+        self, arguments: Sequence[str], store: ray_cluster.StoreAddress, command: Command = TRAIN
+    ) -> int:
         """Run the command on this rank, and return its exit status."""
         from megatron_vlm.distributed.agreement import Signals
 
@@ -91,9 +86,9 @@ class TrainActor(RankActor):
 def _run_once(cfg: Config, arguments: Sequence[str], restart: int, command: Command) -> Ending:
     if restart:
         time.sleep(_SETTLE_S)
-    resources = cfg.launch.cpus_per_rank, gpus_of_rank(cfg.platform)
-    world = world_size(cfg, room_for(*resources), restart)
-    group, options = place_ranks(world, cfg.parallel.tp, *resources)
+    resources = cfg.launch.cpus_per_rank, ray_cluster.gpus_of_rank(cfg.platform)
+    world = world_size(cfg, ray_cluster.room_for(*resources), restart)
+    group, options = ray_cluster.place_ranks(world, cfg.parallel.tp, *resources)
     make = ray.remote(TrainActor)
     actors: list[Any] = [
         make.options(max_concurrency=2, **own).remote(rank, world, restart)

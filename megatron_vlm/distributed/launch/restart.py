@@ -6,15 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from megatron_vlm.distributed.process import (
-    FAILED,
-    MISTAKE,
-    PREEMPTED,
-    STUCK,
-    UNLIKE,
-    print_to_user,
-    stop_signals_to,
-)
+from megatron_vlm.distributed import process
 
 RANK_GRACE_S = 10.0  # time for the other ranks to report why they end too, once one has failed
 LAST_S = 120.0  # time for the other ranks to end, once one is done: they finish together
@@ -31,7 +23,12 @@ class Ending:
     @property
     def may_retry(self) -> bool:
         """True if another attempt may help."""
-        return not self.stopped and self.status not in (0, MISTAKE, UNLIKE, PREEMPTED)
+        return not self.stopped and self.status not in (
+            0,
+            process.MISTAKE,
+            process.UNLIKE,
+            process.PREEMPTED,
+        )
 
 
 def run_with_restarts(attempt: Callable[[int], Ending], max_restarts: int) -> int:
@@ -42,9 +39,9 @@ def run_with_restarts(attempt: Callable[[int], Ending], max_restarts: int) -> in
         if not ending.may_retry:
             break
         if ending.reason:
-            print_to_user(ending.reason)
+            process.print_to_user(ending.reason)
         if restart < max_restarts:
-            print_to_user(
+            process.print_to_user(
                 f"starting again, restart {restart + 1} of launch.max_restarts={max_restarts}"
             )
     return ending.status
@@ -59,7 +56,7 @@ def signals_sent_to(send: Callable[[int], None]) -> Iterator[list[int]]:
         received.append(number)
         send(number)
 
-    with stop_signals_to(forward):
+    with process.stop_signals_to(forward):
         yield received
 
 
@@ -71,13 +68,13 @@ def wait_for_ranks(count: int, ended: Callable[[], Iterable[Ending]]) -> Ending:
     deadline = float("inf")
     while count and time.monotonic() < deadline:
         # Ranks that lose another one fail as well, perhaps in the same moment.
-        for ending in sorted(ended(), key=lambda each: each.status == FAILED):
+        for ending in sorted(ended(), key=lambda each: each.status == process.FAILED):
             count -= 1
             deadline = min(deadline, time.monotonic() + LAST_S)
             if ending.status and failure is None:
                 failure, deadline = ending, time.monotonic() + RANK_GRACE_S
     if count and failure is None:
         return Ending(
-            STUCK, f"{count} of the ranks did not end in {LAST_S:.0f} s after another had"
+            process.STUCK, f"{count} of the ranks did not end in {LAST_S:.0f} s after another had"
         )
     return failure or Ending(0)

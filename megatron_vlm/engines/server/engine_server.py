@@ -24,6 +24,7 @@ from expert_capture import ExpertCapture, capture_arguments
 from vllm_requests import (
     PendingRequest,
     answer_of,
+    forbid,
     inspect_request,
     is_mistake,
     sampling_params,
@@ -130,6 +131,9 @@ class Server:
             **(capture_arguments(current_platform.is_cpu()) if routing_layers else {}),
         )
         arguments |= options
+        if current_platform.is_cpu() and arguments.get("speculative_config"):
+            # The cache of a gated delta net's states copies them by a Triton kernel.
+            arguments.setdefault("enable_prefix_caching", False)
         if current_platform.is_cpu() and arguments.get("enable_lora"):
             self.nothing = write_nothing(folder, tempfile.mkdtemp(prefix="megatron-vlm-nothing-"))
             atexit.register(shutil.rmtree, self.nothing, ignore_errors=True)
@@ -181,14 +185,16 @@ class Server:
                 else self.adapters.request_for(self.engine, adapter_folder)
             )
             for place, seed in enumerate(seeds):
-                params = sampling_params(settings, never, seed, self.special, streamed)
+                forbidden = forbid(never, self.engine)
+                params = sampling_params(settings, forbidden, seed, self.special, streamed)
                 params.routed_experts_prompt_start = routing_start or 0
                 name = f"{number}-{place}"
                 self.engine.add_request(name, inputs, params, lora_request=lora)
                 request.names.append(name)
         except Exception as error:
             self._forget_request(number)
-            if settings["grammar"] is None or not is_mistake(error):
+            is_asked = settings["grammar"] or settings["min_p"] or settings["logit_bias"]
+            if not is_asked or not is_mistake(error):
                 raise
             self.link.refuse(number, f"PromptError: {str(error).splitlines()[0]}")
 

@@ -14,11 +14,12 @@ _PASSED = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty
 
 
 def sampling_params(
-    settings: Message, never: list[int], seed: int, special: list[str], streamed: bool
+    settings: Message, never: Message, seed: int, special: list[str], streamed: bool
 ) -> Any:
     """Return vLLM's parameters. Only the settings end an answer. Log-probs are the model's own,
     which is vLLM's default, `raw_logprobs`. Stop strings are searched in the text without `special`
-    tokens, as this package's own sampler does, unless a stop string contains such a token."""
+    tokens, as this package's own sampler does, unless a stop string contains such a token. `never`:
+    see `forbid`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -42,10 +43,19 @@ def sampling_params(
         detokenize=bool(stops),
         skip_special_tokens=not shown,
         structured_outputs=structured,
-        logit_bias=dict(settings["logit_bias"]) | dict.fromkeys(never, float("-inf")),
+        logit_bias=dict(settings["logit_bias"]) | never.get("logit_bias", {}) or None,
+        bad_words=never.get("bad_words"),
         **{name: settings[name] for name in _PASSED},
         output_kind=RequestOutputKind.CUMULATIVE if streamed else RequestOutputKind.FINAL_ONLY,
     )
+
+
+def forbid(ids: list[int], engine: Any) -> Message:
+    """Return the parameters by which ids are never sampled. Beside drafts vLLM takes no
+    logit_bias."""
+    if engine.vllm_config.speculative_config is None:
+        return {"logit_bias": dict.fromkeys(ids, float("-inf"))}
+    return {"bad_words": engine.get_tokenizer().convert_ids_to_tokens(ids)}
 
 
 def is_mistake(error: Exception) -> bool:
@@ -56,8 +66,8 @@ def is_mistake(error: Exception) -> bool:
 
 
 def answer_of(output: Any) -> Message:
-    """Return the ids and log-probs of a sample, the reason why it ended, and the versions of the
-    weights that sampled it with their numbers of tokens."""
+    """Return the ids and log-probs of a sample, the reason why it ended, the versions of the
+    weights that sampled it with their numbers of tokens, and its rounds by accepted drafts."""
     completion = output.outputs[0]
     ids = list(completion.token_ids)
     log_probs = [
@@ -70,6 +80,7 @@ def answer_of(output: Any) -> Message:
         "log_probs": log_probs,
         "ended": completion.finish_reason,
         "versions": versions,
+        "accepted": [] if (drafts := completion.spec_decode_metrics) is None else drafts.histogram,
     }
 
 

@@ -5,12 +5,13 @@ Shapes: F frames, P patches, C values of a patch, 2 the axes x, y."""
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from megatron_vlm.family import spec
 from megatron_vlm.family.decoder_layers import FeedForward, ProportionalRoPE
 from megatron_vlm.family.engine_prompt import Decode, EnginePrompt
 from megatron_vlm.family.family import Family
@@ -25,26 +26,15 @@ from megatron_vlm.family.gemma4.layer_kinds import (
     UnscaledAttention,
 )
 from megatron_vlm.family.gemma4.tiny import TINY
-from megatron_vlm.family.gemma4.tower import empty_tower, tower_inputs
+from megatron_vlm.family.gemma4.tower import empty_tower, patch_inputs
 from megatron_vlm.family.gemma4.videos import Gemma4Videos
-from megatron_vlm.family.images import ImageReader
-from megatron_vlm.family.spec import (
-    HFNames,
-    ModelSizes,
-    PlaceholderRun,
-    TextSizes,
-    Tokens,
-    TowerChains,
-    VisionSizes,
-    tower_tensors,
-)
 from megatron_vlm.family.video_plan import Grid
 
 _MARKS = {
     **{"merger": "embed_vision", "vision_attention": ".self_attn.", "vision_mlp": ".mlp."},
     "patches": "input_proj",  # it has an adapter only where it is named
 }
-HF_NAMES = HFNames("model.language_model.", "model.", "lm_head.weight")
+HF_NAMES = spec.HFNames("model.language_model.", "model.", "lm_head.weight")
 _KINDS = ("image", "video", "audio")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _TIME = re.compile(r" ?(\d\d+):(\d\d) ")
@@ -117,7 +107,7 @@ def _attention(config: PretrainedConfig, number: int) -> UnscaledAttention:
     )
 
 
-def _text_sizes(config: PretrainedConfig) -> TextSizes:
+def _text_sizes(config: PretrainedConfig) -> spec.TextSizes:
     text = config.text_config
     ffn: FeedForward = NormedMLP(text.intermediate_size)
     if text.enable_moe_block:
@@ -128,7 +118,7 @@ def _text_sizes(config: PretrainedConfig) -> TextSizes:
             dense_width=text.intermediate_size,
         )
     numbers = range(text.num_hidden_layers)
-    return TextSizes(
+    return spec.TextSizes(
         hidden=text.hidden_size,
         layers=tuple(ScaledLayer(_attention(config, number), ffn) for number in numbers),
         vocab=text.vocab_size,
@@ -140,12 +130,12 @@ def _text_sizes(config: PretrainedConfig) -> TextSizes:
     )
 
 
-def gemma4_sizes(config: PretrainedConfig) -> ModelSizes:
+def gemma4_sizes(config: PretrainedConfig) -> spec.ModelSizes:
     """Return everything that the rest of the package needs from config.json."""
     refuse_other_model(config, GEMMA4_FIELDS, _fits(config))
     text, vision = _text_sizes(config), config.vision_config
     width, query = vision.hidden_size, vision.num_attention_heads * vision.head_dim
-    vision_sizes = VisionSizes(
+    vision_sizes = spec.VisionSizes(
         depth=vision.num_hidden_layers,
         hidden=width,
         query=query,
@@ -160,24 +150,24 @@ def gemma4_sizes(config: PretrainedConfig) -> ModelSizes:
         block_values=3 * width + 4 * query + 4 * vision.intermediate_size,
         fp32_values=8 * width + 5 * query,
         merger_values=(2 * width + text.hidden) // vision.pooling_kernel_size**2,
-        inputs=tower_inputs,
+        patch_inputs=partial(patch_inputs, merge=vision.pooling_kernel_size),
     )
     ids, audio = (config.image_token_id, config.video_token_id), config.audio_token_id
     pixels = (vision_sizes.patch_values, LARGEST_PIXEL)
-    tokens = Tokens(text.vocab, *ids, vision_sizes.merge, _plain_positions, audio, *pixels)
+    tokens = spec.Tokens(text.vocab, *ids, vision_sizes.merge, _plain_positions, audio, *pixels)
     tower = empty_tower(config, torch.device("meta"))
-    tensors = tower_tensors(tower, HF_NAMES.vision, _MARKS, "position_embedding_table")
+    tensors = spec.tower_tensors(tower, HF_NAMES.vision, _MARKS, "position_embedding_table")
     tied = bool(config.tie_word_embeddings)
-    return ModelSizes.from_parts(text, vision_sizes, tokens, tied, tensors, HF_NAMES)
+    return spec.ModelSizes.from_parts(text, vision_sizes, tokens, tied, tensors, HF_NAMES)
 
 
-def _plain_positions(length: int, _: Sequence[PlaceholderRun]) -> Tensor:
+def _plain_positions(length: int, _: Sequence[spec.PlaceholderRun]) -> Tensor:
     """Return position ids [3, S], which count up for pictures as well."""
     return torch.arange(length).expand(3, -1)
 
 
 def build_tower(
-    config: PretrainedConfig, device: torch.device, recompute: bool, chains: TowerChains
+    config: PretrainedConfig, device: torch.device, recompute: bool, chains: spec.TowerChains
 ) -> nn.Module:
     """Build the tower with unset weights, which loading fills."""
     return empty_tower(config, device, recompute, chains)
@@ -208,11 +198,6 @@ def _unfold(patches_FPC: Tensor, places: list[int], merge: int) -> tuple[Grid, T
     return (len(frames), height, width), 2 * (torch.cat(frames) - 0.5)
 
 
-def _args(images: ImageReader) -> dict[str, Any]:
-    # vLLM plans its memory with this field, and not with the budget of the processor.
-    return {"hf_overrides": {"vision_config": {"default_output_length": images.most_tokens}}}
-
-
 ENGINE_PROMPT = EnginePrompt(
     video_start=_video_start,
     time=_TIME,
@@ -227,7 +212,10 @@ ENGINE_PROMPT = EnginePrompt(
     },
     tower="vision_tower",
     unfold=_unfold,
-    args=_args,
+    # vLLM plans its memory with this field, and not with the budget of the processor.
+    args=lambda images: {
+        "hf_overrides": {"vision_config": {"default_output_length": images.most_tokens}}
+    },
     fault_on_cpu="vLLM's attention on a CPU hides the later tokens of a picture from its earlier "
     "ones, which Gemma 4 shows them: without an error, it would draw from another model",
     fault_of_adapters="in layers whose values are their keys, vLLM adapts the keys alone",

@@ -33,8 +33,7 @@ _VIDEO = "<|video|>"
 
 
 def train_tokenizer(vocab: int) -> GemmaTokenizer:
-    """Train a BPE on a few sentences for Gemma's own tokenizer class. Its tokens with names are the
-    last ones."""
+    """Train a BPE on a few sentences for Gemma's own tokenizer class, with named tokens last."""
     named = len(_NAMED) + 1
     fewest = sum(map(len, (_BASE, _BYTES, _LETTERS, _BLANKS)))
     check_vocab(vocab, fewest, named)
@@ -162,8 +161,7 @@ def _change_weights(model: Any, spec: TinySpec) -> None:
 
 
 def _write_processor(out: Path, spec: TinySpec) -> None:
-    """Write the settings of the image and the video processor, as released checkpoints have
-    them."""
+    """Write the settings of the processors, as released checkpoints have them."""
     common: dict[str, Any] = {
         **dict.fromkeys(("do_convert_rgb", "do_rescale", "do_resize"), True),
         "image_mean": [0.0] * 3,

@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder, Gemma4VisionModel
 
 from megatron_vlm.family.flash_attention import TORCH
-from megatron_vlm.family.spec import TowerChains, TowerInputs
+from megatron_vlm.family.spec import TowerChains
 from megatron_vlm.family.tower_attention import attend_in_frames
 
 
@@ -46,7 +46,13 @@ class Gemma4Tower(nn.Module):
         return dtype
 
     def forward(
-        self, patches_PC: Tensor, *, positions_P2: Tensor, lengths: Sequence[int], starts: Tensor
+        self,
+        patches_PC: Tensor,
+        *,
+        positions_P2: Tensor,
+        lengths: Sequence[int],
+        starts: Tensor,
+        **_: Any,
     ) -> Any:
         """Return the features [V, H of the decoder] as `pooler_output`."""
         tower = self.vision_tower
@@ -136,17 +142,12 @@ def empty_tower(
         return Gemma4Tower(tower, projector, recompute)
 
 
-def tower_inputs(tower: nn.Module, grid_I3: Tensor) -> tuple[TowerInputs, TowerInputs]:
-    """Return the lengths of images and frames on the host, and for the device their starts and the
-    positions (x, y) of the patches. The patches of one token are adjacent."""
-    merge = tower.merge
-    assert isinstance(merge, int)
-    positions, lengths = [], []
+def patch_inputs(grid_I3: Tensor, merge: int) -> dict[str, Tensor]:
+    """Return the positions (x, y) of the patches. The patches of one token are adjacent."""
+    positions = []
     for frames, height, width in grid_I3.tolist():
         y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         blocks = (height // merge, merge, width // merge, merge, 2)
         xy = torch.stack([x, y], -1).reshape(blocks).transpose(1, 2)
         positions += [xy.reshape(-1, 2)] * frames
-        lengths += [height * width] * frames
-    starts = F.pad(torch.tensor(lengths).cumsum(0, dtype=torch.int32), (1, 0))
-    return {"lengths": lengths}, {"positions_P2": torch.cat(positions), "starts": starts}
+    return {"positions_P2": torch.cat(positions)}

@@ -81,8 +81,7 @@ class ImageSettings(PatchSizes):
     def from_checkpoint(
         folder: str | Path, chosen: Mapping[str, Any] = MappingProxyType({})
     ) -> "ImageSettings":
-        """Read the checkpoint's settings; the two bounds, where `chosen` has them, replace its
-        own."""
+        """Read the checkpoint's settings; the bounds in `chosen` replace its own."""
         path, raw = read_processor(folder, "image", "preprocessor_config.json")
         raw = {key: value for key, value in raw.items() if value is not None}
         for key in _NEEDED:

@@ -17,35 +17,24 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.initialization import no_init_weights
 from transformers.vision_utils import (
-    get_vision_cu_seqlens,
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
 )
 
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import spec
 from megatron_vlm.family.engine_prompt import Decode, EnginePrompt
 from megatron_vlm.family.family import Family
 from megatron_vlm.family.field_rules import Checks, ModelFields, refuse_other_model
 from megatron_vlm.family.qwen.chat import CHAT
 from megatron_vlm.family.qwen.images import ImageSettings
 from megatron_vlm.family.qwen.videos import VideoSettings
-from megatron_vlm.family.spec import (
-    HFNames,
-    ModelSizes,
-    PlaceholderRun,
-    TextSizes,
-    Tokens,
-    TowerChains,
-    TowerInputs,
-    VisionSizes,
-    tower_tensors,
-)
 from megatron_vlm.family.tiny import TinyParts
 from megatron_vlm.family.tower_attention import PackedAttention
 from megatron_vlm.io.untrusted import UntrustedFile
 
 _MARKS = {"merger": "merger", "vision_attention": ".attn.", "vision_mlp": ".mlp."}
-HF_NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
+HF_NAMES = spec.HFNames("model.language_model.", "model.visual.", "lm_head.weight")
 
 TowerClass = Callable[[Any], nn.Module]  # transformers' module, made from its part of the config
 
@@ -112,12 +101,16 @@ def _deepstack_blocks(vision: PretrainedConfig) -> Sequence[int]:
     return blocks
 
 
-def model_sizes(config: PretrainedConfig, text: TextSizes, make_tower: TowerClass) -> ModelSizes:
+def model_sizes(
+    config: PretrainedConfig, text: spec.TextSizes, make_tower: TowerClass
+) -> spec.ModelSizes:
     """Return the sizes of a model with this decoder, from checked fields."""
     vision = config.vision_config
     deepstack = len(_deepstack_blocks(vision))
+    # Hugging Face's own module names the tensors. Its weights are not allocated.
+    tower = _empty_tower(config, make_tower, torch.device("meta"))
     out, merge = vision.out_hidden_size, vision.spatial_merge_size
-    vision_sizes = VisionSizes(
+    vision_sizes = spec.VisionSizes(
         depth=vision.depth,
         hidden=vision.hidden_size,
         query=vision.hidden_size,
@@ -130,9 +123,15 @@ def model_sizes(config: PretrainedConfig, text: TextSizes, make_tower: TowerClas
         deepstack=deepstack,
         block_values=2 * vision.intermediate_size + 9 * vision.hidden_size,
         merger_values=(1 + deepstack) * (3 * vision.hidden_size + out // merge**2),
-        inputs=tower_inputs,
+        patch_inputs=partial(
+            patch_inputs,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            merge=merge,
+        ),
     )
-    tokens = Tokens(
+    tokens = spec.Tokens(
         text.vocab,
         config.image_token_id,
         config.video_token_id,
@@ -140,11 +139,9 @@ def model_sizes(config: PretrainedConfig, text: TextSizes, make_tower: TowerClas
         mrope_positions,
         patch_values=vision_sizes.patch_values,
     )
-    # Hugging Face's own module names the tensors. Its weights are not allocated.
-    tower = _empty_tower(config, make_tower, torch.device("meta"))
-    tensors = tower_tensors(tower, HF_NAMES.vision, _MARKS, "pos_embed.weight")
+    tensors = spec.tower_tensors(tower, HF_NAMES.vision, _MARKS, "pos_embed.weight")
     tied = bool(config.tie_word_embeddings)
-    return ModelSizes.from_parts(text, vision_sizes, tokens, tied, tensors, HF_NAMES)
+    return spec.ModelSizes.from_parts(text, vision_sizes, tokens, tied, tensors, HF_NAMES)
 
 
 class LinearPatchEmbed(nn.Module):
@@ -173,7 +170,7 @@ def build_tower(
     config: PretrainedConfig,
     device: torch.device,
     recompute: bool,
-    chains: TowerChains,
+    chains: spec.TowerChains,
 ) -> nn.Module:
     """Build Hugging Face's tower with unset weights, which loading fills."""
     tower = _empty_tower(config, make_tower, device)
@@ -191,34 +188,27 @@ def build_tower(
     return built
 
 
-def tower_inputs(tower: nn.Module, grid_I3: Tensor) -> tuple[TowerInputs, TowerInputs]:
-    """Compute the inputs that `Qwen3VLVisionModel.forward` would otherwise make from the grids.
-    Each number that it reads from a grid on the device would make the host wait, some of them in
-    every block."""
-    vision_tower: Any = tower
+def patch_inputs(
+    grid_I3: Tensor, num_grid_per_side: int, mode: str, align_corners: bool, merge: int
+) -> dict[str, Tensor]:
+    """Compute what `Qwen3VLVisionModel.forward` would otherwise make of the grids for each patch,
+    from the sizes of its table of positions."""
     indices_P4, weights_P4 = get_vision_interpolation_indices_and_weights(
-        grid_I3,
-        num_grid_per_side=vision_tower.num_grid_per_side,
-        mode=vision_tower.interpolation_mode,
-        align_corners=vision_tower.interpolation_align_corners,
-        spatial_merge_size=vision_tower.config.spatial_merge_size,
+        grid_I3, num_grid_per_side, mode, align_corners, spatial_merge_size=merge
     )
-    starts = get_vision_cu_seqlens(grid_I3)
-    on_host = {"grid_thw": grid_I3, "cu_seqlens": starts, "lengths": starts.diff().tolist()}
-    return on_host, {
-        "starts": starts,
+    return {
         "interp_indices": indices_P4,
         "interp_weights": weights_P4,
-        "position_ids": get_vision_position_ids(grid_I3, vision_tower.spatial_merge_size),
+        "position_ids": get_vision_position_ids(grid_I3, merge),
     }
 
 
-def mrope_positions(length: int, runs: Sequence[PlaceholderRun]) -> Tensor:
+def mrope_positions(length: int, runs: Sequence[spec.PlaceholderRun]) -> Tensor:
     """Return position ids [3, S]: text counts up on all three axes; an image keeps one time and
     spans height and width; the next token continues after its longer side."""
     positions_3S = torch.empty(3, length, dtype=torch.long)
     cursor, position = 0, 0
-    for run in [*runs, PlaceholderRun(length, 0, 0)]:
+    for run in [*runs, spec.PlaceholderRun(length, 0, 0)]:
         text = run.start - cursor
         positions_3S[:, cursor : run.start] = torch.arange(position, position + text)
         position += text
@@ -259,7 +249,7 @@ ENGINE_PROMPT = EnginePrompt(
 
 def make_family(
     model_type: str,
-    sizes_of: Callable[[PretrainedConfig], ModelSizes],
+    sizes_of: Callable[[PretrainedConfig], spec.ModelSizes],
     make_tower: TowerClass,
     passthrough: tuple[str, ...] = (),
     tiny: TinyParts | None = None,

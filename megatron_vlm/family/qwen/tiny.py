@@ -33,15 +33,18 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text()
 
 
 def _change_weights(model: Any, spec: TinySpec) -> None:
-    """Draw the decays of gated delta nets anew, up to the largest one."""
+    """Draw the decays of gated delta nets anew, up to the largest one, and larger positions."""
     generator = torch.Generator().manual_seed(spec.seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith(".A_log"):
                 shares = torch.rand(param.shape, generator=generator)
                 param.copy_((0.01 + (spec.max_decay - 0.01) * shares).log())
-    if spec.from_scratch:
-        _show_positions(model, spec.seed)
+        if spec.from_scratch:
+            # In fresh weights the positions are a fiftieth of the patch embeddings, so that a model
+            # would learn the places of objects last.
+            weight = model.model.visual.pos_embed.weight
+            weight.copy_(torch.randn(weight.shape, generator=generator.manual_seed(spec.seed)))
 
 
 def _add_draft_head(weights: Path, sizes: ModelSizes, layers: int, seed: int) -> None:
@@ -60,15 +63,6 @@ def _add_draft_head(weights: Path, sizes: ModelSizes, layers: int, seed: int) ->
         value = 0.1 * torch.randn(shape, generator=generator)
         tensors[name] = value.to(tensors[_TYPICAL].dtype)
     save_file(tensors, weights, metadata={"format": "pt"})
-
-
-def _show_positions(model: Any, seed: int) -> None:
-    """Enlarge the position embeddings. In fresh weights they are a fiftieth of the patch
-    embeddings, so that a model would learn the positions of objects last."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = model.model.visual.pos_embed.weight
-    with torch.no_grad():
-        weight.copy_(torch.randn(weight.shape, generator=generator))
 
 
 def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> PretrainedConfig:
@@ -180,8 +174,7 @@ def _deepstack_blocks(spec: TinySpec) -> list[int]:
 
 
 def train_tokenizer(vocab: int) -> Qwen2Tokenizer:
-    """Train a BPE on a few sentences for Qwen's own tokenizer class. Its tokens with names are the
-    last ones."""
+    """Train a BPE on a few sentences for Qwen's own tokenizer class, with named tokens last."""
     named = len(SPECIAL_TOKENS) + len(BLOCK_TOKENS)
     check_vocab(vocab, 256, named)
     qwen = Qwen2Tokenizer().backend_tokenizer

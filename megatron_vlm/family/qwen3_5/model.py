@@ -9,16 +9,7 @@ from transformers import PretrainedConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
 
-from megatron_vlm.family.decoder_layers import (
-    DenseMLP,
-    Experts,
-    FeedForward,
-    FullAttention,
-    GatedDeltaNet,
-    LayerSpec,
-    Mixer,
-    MRoPE,
-)
+from megatron_vlm.family import decoder_layers
 from megatron_vlm.family.qwen.model import check_fields, make_family, model_sizes
 from megatron_vlm.family.qwen.tiny import tiny_parts
 from megatron_vlm.family.qwen3_5.fields import QWEN3_5_FIELDS, QWEN3_5_MOE_FIELDS
@@ -70,7 +61,7 @@ def _kind(number: int, interval: int) -> str:
 def qwen3_5_sizes(config: PretrainedConfig) -> ModelSizes:
     """Return everything that the rest of the package needs from config.json, without experts."""
     check_fields(config, QWEN3_5_FIELDS, _layers_fit)
-    text = _text_sizes(config, DenseMLP(config.text_config.intermediate_size))
+    text = _text_sizes(config, decoder_layers.DenseMLP(config.text_config.intermediate_size))
     return _with_draft_head(model_sizes(config, text, Qwen3_5VisionModel))
 
 
@@ -78,7 +69,7 @@ def qwen3_5_moe_sizes(config: PretrainedConfig) -> ModelSizes:
     """Return everything that the rest of the package needs from config.json, with experts."""
     check_fields(config, QWEN3_5_MOE_FIELDS, _experts_fit)
     text = config.text_config
-    experts = Experts(
+    experts = decoder_layers.Experts(
         text.num_experts,
         text.num_experts_per_tok,
         text.moe_intermediate_size,
@@ -103,29 +94,29 @@ def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
     yield top_k <= count, f"text_config.num_experts_per_tok={top_k}, of num_experts={count}"
 
 
-def _text_sizes(config: PretrainedConfig, ffn: FeedForward) -> TextSizes:
+def _text_sizes(config: PretrainedConfig, ffn: decoder_layers.FeedForward) -> TextSizes:
     text = config.text_config
     rope = text.rope_parameters
     dim = int(text.head_dim * rope.get("partial_rotary_factor", 1.0))
     section = tuple(rope.get("mrope_section", _MROPE_SECTION))
-    attention = FullAttention(
+    attention = decoder_layers.FullAttention(
         heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
         head_dim=text.head_dim,
-        rotary=MRoPE(dim, rope["rope_theta"], section),
+        rotary=decoder_layers.MRoPE(dim, rope["rope_theta"], section),
         gated=True,
     )
-    linear = GatedDeltaNet(
+    linear = decoder_layers.GatedDeltaNet(
         key_heads=text.linear_num_key_heads,
         value_heads=text.linear_num_value_heads,
         key_dim=text.linear_key_head_dim,
         value_dim=text.linear_value_head_dim,
         kernel=text.linear_conv_kernel_dim,
     )
-    mixers: dict[str, Mixer] = {_LINEAR: linear, _FULL: attention}
+    mixers: dict[str, decoder_layers.Mixer] = {_LINEAR: linear, _FULL: attention}
     return TextSizes(
         hidden=text.hidden_size,
-        layers=tuple(LayerSpec(mixers[kind], ffn) for kind in text.layer_types),
+        layers=tuple(decoder_layers.LayerSpec(mixers[kind], ffn) for kind in text.layer_types),
         vocab=text.vocab_size,
         max_positions=text.max_position_embeddings,
         norm_eps=text.rms_norm_eps,

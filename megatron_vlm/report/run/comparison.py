@@ -9,13 +9,7 @@ from omegaconf import OmegaConf
 
 from megatron_vlm.errors import show_value
 from megatron_vlm.io.printable import number, time_spent
-from megatron_vlm.report.run.curves import (
-    CURVE_NAMES,
-    curve_section,
-    sample_section,
-    score_section,
-    score_text,
-)
+from megatron_vlm.report.run import curves
 from megatron_vlm.report.run.examples import answer_section
 from megatron_vlm.report.run.metrics_arrays import SCORES, LoggedRun, best_of
 from megatron_vlm.report.run.page import layout_text
@@ -41,9 +35,9 @@ def _sections(runs: Sequence[LoggedRun], folders: Sequence[Path]) -> Iterator[Se
         yield Table(("key", *(run.name for run in runs)), rows)
     else:
         yield Note("None but the folder.", "quiet")
-    yield from sample_section(runs)
-    yield from curve_section(runs)
-    yield from score_section(runs)
+    yield from curves.sample_section(runs)
+    yield from curves.curve_section(runs)
+    yield from curves.score_section(runs)
     names = (run.name for run in runs)
     yield from answer_section(dict(zip(names, folders, strict=True)))
 
@@ -54,7 +48,7 @@ def _run_table(runs: Sequence[LoggedRun]) -> Table:
     figures = (
         *("steps", "last loss", "best loss"),
         *(["last mean reward", "best mean reward"] * rewarded),
-        *(f"best {s} {CURVE_NAMES[k]}" for s, k in scores),
+        *(f"best {s} {curves.CURVE_NAMES[k]}" for s, k in scores),
         *("tokens per second", "time in steps", "layout", "started"),
     )
     caption = "Best values name their step. Best losses are those of the smoothed curves."
@@ -95,7 +89,7 @@ def _scores(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
     return [
         (name, score)
         for name in sets
-        for score in CURVE_NAMES
+        for score in curves.CURVE_NAMES
         if any(best_of(run.metrics.sets().get(name, []), score) for run in runs)
     ]
 
@@ -116,8 +110,8 @@ def _tiles(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, str]]:
         value, best, run = SCORES[score](
             ((e.score(score), e, run) for e, run in results if e is not None), key=lambda f: f[0]
         )
-        what = f"best {name} {CURVE_NAMES[score]}: {run.name}, step {best.step:,}"
-        yield score_text(score, value), what
+        what = f"best {name} {curves.CURVE_NAMES[score]}: {run.name}, step {best.step:,}"
+        yield curves.score_text(score, value), what
     fast = [run for run in runs if math.isfinite(run.metrics.tokens_per_s)]
     if fast:
         run = max(fast, key=lambda run: run.metrics.tokens_per_s)
@@ -138,7 +132,7 @@ def _column(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -
         if best_line is None:
             cells.append("-")
         else:
-            value = score_text(score, best_line.score(score))
+            value = curves.score_text(score, best_line.score(score))
             cells.append(_value_at_step(value, best_line.step))
     total = f"/{start.total_steps:,}" if start is not None else ""
     return (

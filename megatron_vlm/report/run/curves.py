@@ -73,6 +73,7 @@ _SAMPLE_CHARTS = (
     ChartPlan("Weights cut", {"cut": "weights_cut"}, "of tokens", percent=True),
     ChartPlan("Tokens masked", {"masked": "masked"}, "by their weights", percent=True),
     ChartPlan("Rerouted", {"rerouted": "rerouted"}, "of tokens and layers", percent=True),
+    ChartPlan("Drafts accepted", {"accepted": "accepted"}, "tokens of a round", above=0),
     ChartPlan("Behind", {"mean": "behind", "oldest": "behind_max"}, "age of weights in steps"),
     ChartPlan("Sampling time", {"sampling": "sampling_s", "step": "seconds"}, "seconds"),
 )

@@ -10,13 +10,7 @@ import numpy as np
 from megatron_vlm.io.printable import number, short_name, show_count, time_spent
 from megatron_vlm.report.bench_table import bench_section
 from megatron_vlm.report.metrics_lines import EventLine, StartLine, UsageLine
-from megatron_vlm.report.run.curves import (
-    CURVE_NAMES,
-    curve_section,
-    sample_section,
-    score_section,
-    score_text,
-)
+from megatron_vlm.report.run import curves
 from megatron_vlm.report.run.examples import example_section
 from megatron_vlm.report.run.metrics_arrays import CUT_OFF, LoggedRun, RunMetrics, best_of
 from megatron_vlm.report.run.rl_samples import SampleIndex, sample_cards
@@ -43,10 +37,10 @@ def run_report(run: LoggedRun, folder: Path, samples: SampleIndex | None = None)
     learnt = _sample_tiles(metrics) if metrics.samples else _loss_tiles(metrics)
     tiles = Tiles([*learnt, *_score_tiles(metrics), *_run_tiles(metrics)])
     sections = [
-        *sample_section([run]),
+        *curves.sample_section([run]),
         *sample_cards(metrics, folder, samples),
-        *curve_section([run]),
-        *score_section([run]),
+        *curves.curve_section([run]),
+        *curves.score_section([run]),
         *bench_section(folder),
         *_usage(metrics),
         *example_section(folder / "examples.json"),
@@ -95,8 +89,8 @@ def _score_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
         strict = next((score for score in answers if best_of(evaluations, score)), "loss")
         for score in dict.fromkeys(("reward", "loss", strict)):
             if (best := best_of(evaluations, score)) is not None:
-                what = f"best {name} {CURVE_NAMES[score]}, step {best.step:,}"
-                scores.append((score_text(score, best.score(score)), what))
+                what = f"best {name} {curves.CURVE_NAMES[score]}, step {best.step:,}"
+                scores.append((curves.score_text(score, best.score(score)), what))
     yield from scores[:_MAX_SCORES]
 
 

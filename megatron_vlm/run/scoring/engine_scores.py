@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -105,7 +105,7 @@ def _engine_settings(
     """Return the settings of engines that take every row, and one token that is drawn after it."""
     indexes = [index for each in folder.sets if each.data for index in each.data.indexes]
     return EngineSettings.from_config(
-        engine,
+        replace(engine, draft_tokens=0),  # nothing is drawn
         str(model),
         dtype=_precision(cfg),
         max_len=1 + max(int(index.longest.max()) for index in indexes),

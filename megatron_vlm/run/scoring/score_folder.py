@@ -107,7 +107,6 @@ class ScoreFolder:
                     report(done, missing)
 
     def _write(self, name: str, records: Sequence[RecordScore]) -> None:
-        """Write a file."""
         try:
             save_scores(self.path / name, records)
         except OSError as error:
@@ -240,8 +239,7 @@ def perplexity(mean_log_prob: float) -> float:
 
 
 def summarize(folder: ScoreFolder) -> tuple[list[dict[str, Any]], list[RecordLine]]:
-    """Return a line for each source, and the records with the highest perplexity. Only rank 0 calls
-    it."""
+    """Return a line for each source, and the records of the highest perplexity, on rank 0."""
     scores: dict[tuple[str, int], SourceScore] = {}
     for opened in folder.sets:
         assert opened.data is not None

@@ -33,8 +33,11 @@ _TYPES = {
     429: "rate_limit_error",
 }
 
-# The type of a block, and the field of its text.
-_BLOCKS = {"thoughts": ("thinking", "thinking"), "content": ("text", "text")}
+# An empty block, the type of its deltas, and the field of its text.
+_BLOCKS = {
+    "thoughts": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking", "thinking"),
+    "content": ({"type": "text", "text": ""}, "text", "text"),
+}
 
 
 def anthropic_error(error: HttpError) -> Json:
@@ -123,12 +126,12 @@ async def _events(head: Json, length: int, growing: GrowingReplies) -> AsyncIter
         if not deltas:
             yield _said(type="ping")
         for each in deltas:
-            for text in blocks.grow(*_BLOCKS[each.kind], each.text):
+            for text in blocks.add(*_BLOCKS[each.kind], each.text):
                 yield text
     [reply] = growing.replies
     for call in _calls(reply):
         arguments = json.dumps(call["input"])
-        for text in blocks.whole({**call, "input": {}}, "input_json", "partial_json", arguments):
+        for text in blocks.add({**call, "input": {}}, "input_json", "partial_json", arguments):
             yield text
     for text in blocks.end():
         yield text
@@ -143,31 +146,19 @@ class _BlockEvents:
     def __init__(self) -> None:
         self._index, self._kind = -1, ""
 
-    def grow(self, kind: str, name: str, text: str) -> Iterator[str]:
-        """Yield the events for more text in a block of this kind."""
-        if kind != self._kind:
-            signature = {"signature": ""} if kind == "thinking" else {}
-            yield from self._begin({"type": kind, name: "", **signature})
-        yield self._delta(kind, name, text)
-
-    def whole(self, block: Json, kind: str, name: str, text: str) -> Iterator[str]:
-        """Yield the events of a block that is there at once."""
-        yield from self._begin(block)
-        yield self._delta(kind, name, text)
+    def add(self, block: Json, kind: str, name: str, text: str) -> Iterator[str]:
+        """Yield the events for more text in a block of this type. Each call is a new block."""
+        if block["type"] != self._kind or "id" in block:
+            yield from self.end()
+            self._index, self._kind = self._index + 1, block["type"]
+            yield _said(type="content_block_start", index=self._index, content_block=block)
+        delta = {"type": f"{kind}_delta", name: text}
+        yield _said(type="content_block_delta", index=self._index, delta=delta)
 
     def end(self) -> Iterator[str]:
         """Yield the end of the last block."""
         if self._index >= 0:
             yield _said(type="content_block_stop", index=self._index)
-
-    def _begin(self, block: Json) -> Iterator[str]:
-        yield from self.end()
-        self._index, self._kind = self._index + 1, block["type"]
-        yield _said(type="content_block_start", index=self._index, content_block=block)
-
-    def _delta(self, kind: str, name: str, text: str) -> str:
-        delta = {"type": f"{kind}_delta", name: text}
-        return _said(type="content_block_delta", index=self._index, delta=delta)
 
 
 def _said(**data: Any) -> str:

@@ -136,39 +136,33 @@ class CompletionFields(ApiForm, GrammarFields, Penalties):
     @property
     def stops(self) -> tuple[str, ...]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(stop for stop in stops if stop)
+        return tuple(filter(None, stops))
 
     def sampling(self, **more: Any) -> SamplingFields:
         """Return the fields of the samples."""
-        return SamplingFields(
-            **{
-                "num_samples": self.n,
-                "max_tokens": self.max_tokens,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "top_k": self.top_k,
-                "seed": self.seed,
-                "stops": self.stops,
-                "penalties": self.model_dump(
-                    include=set(Penalties.model_fields), exclude_defaults=True
-                ),
-                **more,
-            }
-        )
+        names = "max_tokens", "temperature", "top_p", "top_k", "seed", "stops"
+        own = {name: getattr(self, name) for name in names} | {"num_samples": self.n}
+        own["penalties"] = self.model_dump(include={*Penalties.model_fields}, exclude_defaults=True)
+        return SamplingFields(**own | more)
 
 
-class ChatForm(CompletionFields):
+class ToolFields(CompletionFields):
+    """Fields of chat completions and of Responses."""
+
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    tools: Objects = Field([])
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+
+class ChatForm(ToolFields):
     """Body of chat/completions."""
 
     messages: Any
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    tools: Objects = Field([])
-    tool_choice: Any = "auto"
-    parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -258,15 +252,9 @@ class AnthropicForm(ApiForm):
 
     @property
     def sampling(self) -> SamplingFields:
-        return SamplingFields(
-            1,
-            self.max_tokens,
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            stops=tuple(stop for stop in self.stop_sequences if stop),
-            stream=self.stream,
-        )
+        stops = tuple(filter(None, self.stop_sequences))
+        drawn = self.max_tokens, self.temperature, self.top_p, self.top_k
+        return SamplingFields(1, *drawn, stops=stops, stream=self.stream)
 
 
 PIECE_S = 0.05  # seconds between two events of a stream

@@ -44,35 +44,22 @@ class ChatPrompt:
 class ChatTexts(Protocol):
     """The tokenizer and the chat template, for the routes of chats."""
 
-    @property
-    def ends(self) -> Sequence[str]: ...  # tokens that end an answer
-
-    @property
-    def chat_format(self) -> ChatFormat: ...
-
-    @property
-    def has_switch(self) -> bool: ...  # thinking can be switched off
+    ends: tuple[str, ...]  # tokens that end an answer
+    chat_format: ChatFormat
+    has_switch: bool  # thinking can be switched off
 
     def convert_pictures(self, messages: Sequence[Mapping[str, Any]]) -> None: ...
-
     def prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
     ) -> ChatPrompt: ...
-
     def encode(self, text: str) -> list[int]: ...
-
     def text(self, ids: Sequence[int]) -> str: ...
-
     def growing(self) -> Callable[[Sequence[int]], str]: ...
-
     def bytes_of(self, token: int) -> bytes: ...
-
     def call_rules(self, tools: Sequence[Mapping[str, Any]], is_single: bool) -> str: ...
-
-    @property
     def thoughts_rule(self) -> str: ...
 
 
@@ -83,6 +70,15 @@ def too_long(longest: int, what: str, param: str) -> HttpError:
         f"{param}: {what}, and the model takes {longest} tokens with the answer",
         param=param,
         code="context_length_exceeded",
+    )
+
+
+def _beyond_sampler(field: str, **found: Any) -> RequestError:
+    return RequestError(
+        "is not supported by the sampler of this server",
+        key=field,
+        **found,
+        remedy="serve the model with engine.name=own or vllm, or leave it out",
     )
 
 
@@ -142,13 +138,6 @@ class ChatPrompts:
         """Return the variables of the chat template for a request that wants no thoughts. A
         template without a switch has none."""
         return {"enable_thinking": False} if is_off and self.texts.has_switch else {}
-
-
-class ClientGoneError(HttpError):
-    """The client has closed its connection, so that nobody reads this."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client has closed its connection")
 
 
 @dataclass(frozen=True)
@@ -221,14 +210,10 @@ class ChatSamples:
         if grammar is None and not forced:
             return None
         if not self.context.facts.has_grammars:
-            raise RequestError(
-                "is not supported by the sampler of this server",
-                key=grammar.field if grammar else "tool_choice",
-                remedy="serve the model with engine.name=own or vllm, or leave it out",
-            )
+            raise _beyond_sampler(grammar.field if grammar else "tool_choice")
         is_named = isinstance(tool_choice, Mapping) and tool_choice["type"] in ("function", "tool")
         calls = self.texts.call_rules(forced or tools, is_single or is_named) if tools else None
-        thoughts = self.texts.thoughts_rule if is_thinking else None
+        thoughts = self.texts.thoughts_rule() if is_thinking else None
         whole = whole_grammar(grammar, calls, bool(forced), thoughts)
         await self.prompts.check(key, whole)
         return whole.kind, whole.text
@@ -248,12 +233,7 @@ class ChatSamples:
             raise too_long(self.longest, asked, "max_tokens")
         if fields.penalties and not self.context.facts.has_penalties:
             name, value = next(iter(fields.penalties.items()))
-            raise RequestError(
-                "is not supported by the sampler of this server",
-                key=name,
-                found=value,
-                remedy="serve the model with engine.name=vllm or own, or leave it out",
-            )
+            raise _beyond_sampler(name, found=value)
         owner, number = await self.source.place(key, model)
         ends = self.texts.ends if fields.stops else ()
         body = {

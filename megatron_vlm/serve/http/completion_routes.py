@@ -6,8 +6,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -25,7 +27,7 @@ from megatron_vlm.serve.http.context import AnyFront, Key
 from megatron_vlm.serve.http.openai_routes import DONE, error_body, token_text, top_entries, usage
 from megatron_vlm.serve.journal.journal_records import Call
 from megatron_vlm.serve.protocol.chat_messages import read_prompts
-from megatron_vlm.serve.protocol.payloads import Sampled, Samples, TopK
+from megatron_vlm.serve.protocol.payloads import Samples, TopK
 
 router = APIRouter(route_class=route_with(error_body))
 _MAX_TOKENS = 16  # OpenAI's default
@@ -99,15 +101,11 @@ async def _begun(
 ) -> list[Call]:
     """Queue the samples of each prompt. If one is refused, all are dropped."""
     fields = replace(_fields(form), grammar=grammar)
-    begun = await asyncio.gather(
-        *(
-            chats.begin(
-                key, form.model, [{"type": "encoded_text", "tokens": prompt}], len(prompt), fields
-            )
-            for prompt in prompts
-        ),
-        return_exceptions=True,
-    )
+    asked = [
+        chats.begin(key, form.model, [{"type": "encoded_text", "tokens": each}], len(each), fields)
+        for each in prompts
+    ]
+    begun = await asyncio.gather(*asked, return_exceptions=True)
     calls = [each for each in begun if isinstance(each, Call)]
     if refused := [each for each in begun if isinstance(each, BaseException)]:
         await asyncio.gather(*map(chats.drop, calls))
@@ -142,16 +140,11 @@ def _head(form: CompletionForm) -> Json:
     return head | {"created": int(time.time()), "model": form.model}
 
 
-def _log_prob_per_token(sampled: Sampled) -> float:
-    assert sampled.log_probs is not None
-    return float(sampled.log_probs.mean())
-
-
 def _best(form: CompletionForm, samples: Samples) -> Samples:
     """Return the `n` answers with the highest log-prob per token, if there are more."""
     if form.best_of is None:
         return samples
-    ranked = sorted(samples.sequences, key=_log_prob_per_token, reverse=True)
+    ranked = sorted(samples.sequences, key=lambda each: -np.asarray(each.log_probs).mean())
     return replace(samples, sequences=tuple(ranked[: form.n]))
 
 
@@ -218,16 +211,8 @@ def _scored(
 
 
 def _columns(entries: Sequence[tuple[str, float | None, Json | None]]) -> Json:
-    offsets, at = [], 0
-    for name, _, _ in entries:
-        offsets.append(at)
-        at += len(name)
-    tokens, values, likely = (
-        ([*column] for column in zip(*entries, strict=True)) if entries else ([], [], [])
-    )
-    return {
-        "tokens": tokens,
-        "token_logprobs": values,
-        "top_logprobs": likely,
-        "text_offset": offsets,
-    }
+    names = [name for name, _, _ in entries]
+    columns = {"tokens": names, "token_logprobs": [value for _, value, _ in entries]}
+    offsets = [0, *accumulate(map(len, names))]
+    top = [likely for _, _, likely in entries]
+    return {**columns, "top_logprobs": top, "text_offset": offsets[:-1]}

@@ -67,10 +67,8 @@ def log_prob_entries(texts: ChatTexts, reply: Reply) -> list[Json]:
     ids, log_probs = reply.sampled.tokens.tolist(), reply.sampled.log_probs
     assert log_probs is not None
     return [
-        {
-            **token_entry(texts, ids[place], float(log_probs[place])),
-            "top_logprobs": top_entries(texts, reply.sampled.top, place),
-        }
+        token_entry(texts, ids[place], float(log_probs[place]))
+        | {"top_logprobs": top_entries(texts, reply.sampled.top, place)}
         for place in range(reply.shown)
     ]
 
@@ -100,14 +98,9 @@ def _models(chats: ChatSamples, key: str) -> dict[str, Json]:
     """Return the models by their names. Each has a second name too."""
     names = chats.source.models(key)
     names |= {plain_name(name): facts for name, facts in names.items()}
+    same = {"object": "model", "max_model_len": chats.longest}
     return {
-        name: {
-            "id": name,
-            "object": "model",
-            "created": int(created),
-            "owned_by": owner,
-            "max_model_len": chats.longest,
-        }
+        name: {"id": name, "created": int(created), "owned_by": owner, **same}
         for name, (owner, created) in names.items()
     }
 
@@ -160,15 +153,11 @@ class _Whole:
         ended = replies(self.texts, self.question, samples)
         choices = []
         for index, reply in enumerate(ended):
-            message: Json = {
-                "role": "assistant",
-                "content": reply.answer.content or None,
-                **self.parts(reply),
-            }
-            if not reply.answer.calls:
-                message["content"] = reply.answer.content
-            if reply.answer.thoughts is not None:
-                message["reasoning_content"] = reply.answer.thoughts
+            answer = reply.answer
+            content = answer.content or (None if answer.calls else "")
+            message: Json = {"role": "assistant", "content": content, **self.parts(reply)}
+            if answer.thoughts is not None:
+                message["reasoning_content"] = answer.thoughts
             choices.append({**self.choice(index, reply), "message": message})
         body = {"object": "chat.completion", **self.head, "choices": choices}
         if self.form.return_token_ids:
@@ -178,11 +167,10 @@ class _Whole:
     def choice(self, index: int, reply: Reply) -> Json:
         """Return the fields of a choice that belong to its end."""
         reason = "stop" if reply.is_whole else "length"
-        choice: Json = {
-            "index": index,
-            "logprobs": self._log_probs(reply),
-            "finish_reason": "tool_calls" if reply.answer.calls else reason,
-        }
+        reason = "tool_calls" if reply.answer.calls else reason
+        choice: Json = {"index": index, "logprobs": None, "finish_reason": reason}
+        if self.form.logprobs:
+            choice["logprobs"] = {"content": log_prob_entries(self.texts, reply)}
         if self.question.is_held:
             choice["masked"] = True
         if self.form.return_token_ids:
@@ -191,18 +179,12 @@ class _Whole:
 
     def parts(self, reply: Reply, indexed: bool = False) -> Json:
         """Return the calls of an answer. In a stream they have numbers."""
-        calls = [
-            {
-                **({"index": number} if indexed else {}),
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
-                },
-            }
-            for number, call in enumerate(reply.answer.calls)
-        ]
+        calls: list[Json] = []
+        for number, call in enumerate(reply.answer.calls):
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            function = {"name": call.name, "arguments": arguments}
+            place = {"index": number} if indexed else {}
+            calls.append({**place, "id": call.id, "type": "function", "function": function})
         return {"tool_calls": calls} if calls else {}
 
     def usage(self, ended: Sequence[Reply]) -> Json:
@@ -217,9 +199,6 @@ class _Whole:
     def end(self, index: int, reply: Reply) -> str:
         """Return the last event of a choice."""
         return self.chunk({**self.choice(index, reply), "delta": {}})
-
-    def _log_probs(self, reply: Reply) -> Json | None:
-        return {"content": log_prob_entries(self.texts, reply)} if self.form.logprobs else None
 
 
 async def _chat_events(whole: _Whole, growing: GrowingReplies) -> AsyncIterator[str]:

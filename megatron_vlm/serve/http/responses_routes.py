@@ -8,14 +8,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, field_validator
 
 from megatron_vlm.serve.http import chat_forms, chat_routing
-from megatron_vlm.serve.http.chat_forms import ChatForm, ChatRequest, GrowingReplies, Objects, Reply
+from megatron_vlm.serve.http.chat_forms import ChatForm, ChatRequest, GrowingReplies, Reply
 from megatron_vlm.serve.http.chat_routing import Chats, Json
 from megatron_vlm.serve.http.chat_samples import ChatTexts
 from megatron_vlm.serve.http.context import AnyFront, Key
@@ -44,7 +44,7 @@ _ECHOED = (
 )
 
 
-class ResponsesForm(chat_forms.CompletionFields):
+class ResponsesForm(chat_forms.ToolFields):
     """Body of responses."""
 
     input: Any
@@ -52,13 +52,8 @@ class ResponsesForm(chat_forms.CompletionFields):
     max_output_tokens: chat_forms.Count | None = None
     n: Literal[1] = 1
     include: tuple[Literal["message.output_text.logprobs", "reasoning.encrypted_content"], ...] = ()
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    tools: Objects = Field([])
-    tool_choice: Any = "auto"
-    parallel_tool_calls: bool = True
     text: dict[str, Any] = Field({})
     reasoning: dict[str, Any] = Field({})
-    chat_template_kwargs: dict[str, Any] = Field({})
     metadata: dict[str, str] = Field({})
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False

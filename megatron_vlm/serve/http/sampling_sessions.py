@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 from fastapi import Request
 
-from megatron_vlm.serve.http.chat_samples import ClientGoneError
 from megatron_vlm.serve.http.context import AppContext, ResultWaiters, own_checkpoint
 from megatron_vlm.serve.http.request_bodies import HttpError
 from megatron_vlm.serve.http.sampling_routes import can_be_sampled, session_of_checkpoint
@@ -113,7 +112,7 @@ class SamplingSessions:
             if waiters.closed:
                 raise HttpError(503, "the server stops")
             if await request.is_disconnected():
-                raise ClientGoneError
+                raise HttpError(499, "the client has closed its connection")
             yield self.pieces.of(call)
         if result.outcome is None:
             raise HttpError(503, "the result is no longer kept")

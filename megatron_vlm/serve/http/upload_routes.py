@@ -33,13 +33,8 @@ _PLAIN_URLS = (0, 39)  # the only release of the client that reads addresses wit
 class UploadedAdapters(Protocol):
     """The checks of adapters, which know the model."""
 
-    def file_limits(self, lora: LoraForm) -> Mapping[str, int]:
-        """Return the files of such an adapter, and the most bytes that each may have."""
-        ...
-
-    def settings(self, folder: Path, lora: LoraForm) -> dict[str, Any]:
-        """Check an adapter, and return the settings of a model with it."""
-        ...
+    def file_limits(self, lora: LoraForm) -> Mapping[str, int]: ...
+    def settings(self, folder: Path, lora: LoraForm) -> dict[str, Any]: ...
 
 
 class UploadStart(JsonForm):

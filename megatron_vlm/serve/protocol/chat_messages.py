@@ -46,10 +46,7 @@ def read_messages(messages: Any, max_pictures: int) -> list[Json]:
 
 def read_prompts(prompt: Any, most: int) -> list[str | list[int]]:
     """Return the prompts of a completion: a text, tokens, or a list of either."""
-    one = isinstance(prompt, str) or (
-        isinstance(prompt, list) and bool(prompt) and _is_id(prompt[0])
-    )
-    prompts = [prompt] if one else prompt
+    prompts = [prompt] if _is_prompt(prompt) else prompt
     if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
         raise RequestError(
             key="prompt", found=prompt, allowed="a text, a list of tokens, or a list of either"
@@ -61,14 +58,9 @@ def read_prompts(prompt: Any, most: int) -> list[str | list[int]]:
     return prompts
 
 
-def _is_id(value: Any) -> bool:
-    return type(value) is int
-
-
 def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and all(map(_is_id, value))
-    )
+    ids = value if isinstance(value, list) else []
+    return isinstance(value, str) or (bool(ids) and all(type(each) is int for each in ids))
 
 
 def text_length(value: Any) -> int:
