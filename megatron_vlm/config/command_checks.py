@@ -28,6 +28,13 @@ def check_rl(cfg: Config) -> Iterator[ConfigError]:
     yield from _objective_errors(cfg, "megatron-vlm rl learns from rewards")
     rl = cfg.rl
     yield from _reward_errors(cfg)
+    if rl.agent is not None and cfg.teacher.view is not None:
+        yield ConfigError(
+            "shows a teacher another prompt, and an agent makes its prompts by itself",
+            key="teacher.view",
+            found=cfg.teacher.view,
+            remedy="leave it out",
+        )
     for key in ("rl.reward", "rl.environment", "teacher.view"):
         yield from _target_errors(key, get(cfg, key))
     if cfg.data.is_stream:
@@ -75,9 +82,9 @@ def _objective_errors(cfg: Config, why: str) -> Iterator[ConfigError]:
 
 def _reward_errors(cfg: Config) -> Iterator[ConfigError]:
     rl = cfg.rl
-    count = (rl.reward is not None) + (rl.environment is not None)
-    is_neither = count == 0
-    if count == 2 or (is_neither and cfg.teacher.path is None):
+    judges = [each for each in (rl.reward or rl.agent, rl.environment) if each is not None]
+    is_neither = not judges
+    if len(judges) == 2 or (is_neither and cfg.teacher.path is None):
         raise ConfigError(
             f"is {'not ' * is_neither}set, and {'neither' if is_neither else 'so'} is "
             "rl.environment",
@@ -113,7 +120,7 @@ def needs_comparison(cfg: Config) -> bool:
 
 def has_rewards(cfg: Config) -> bool:
     """Return whether answers get rewards. A teacher alone needs none."""
-    return cfg.rl.reward is not None or cfg.rl.environment is not None
+    return any(each is not None for each in (cfg.rl.reward, cfg.rl.environment, cfg.rl.agent))
 
 
 def needs_held_out_rewards(cfg: Config) -> bool:

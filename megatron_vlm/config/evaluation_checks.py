@@ -183,7 +183,7 @@ def _best_errors(best: str, cfg: Config) -> Iterator[ConfigError]:
     for metric in answer_metrics(cfg):
         measured += BUILT_IN_METRICS.get(metric, (metric_name(metric),))
     measured += ["ranking"] if cfg.eval.candidates is not None else []
-    if cfg.rl.reward is not None or cfg.rl.environment is not None:
+    if any(each is not None for each in (cfg.rl.reward, cfg.rl.environment, cfg.rl.agent)):
         measured = [] if cfg.rl.eval_scores == "reward" else measured
         measured += ["reward"] if cfg.rl.eval_scores != "loss" else []
     # A user's function may return several numbers, whose names begin with its own.

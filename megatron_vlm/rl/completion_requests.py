@@ -14,13 +14,15 @@ from megatron_vlm.engines.sampler import Sampler
 Drawn = dict[tuple[int, str], Completion]
 # A seed, and the completion that it draws.
 Awaited = tuple[int, asyncio.Future[Completion]]
+# A prompt with its settings, the episode that has asked last, and what its seeds draw.
+Ready = tuple[Row, SamplingSettings, int, list[Awaited]]
 
 
 class CompletionQueue:
     """Queue that episodes request completions from. It passes a prompt to the engine as soon as all
     episodes that share it wait for it. With `in_rounds` it waits until every episode in progress
     waits for a completion, and passes their prompts in the order of their seeds. So the batches do
-    not depend on how long rewards and environments take.
+    not depend on how long rewards and environments take. An episode may wait for several.
 
     Answers that are in `drawn` are not sampled again, and new ones are added."""
 
@@ -34,51 +36,71 @@ class CompletionQueue:
         self.sampler, self.settings, self.in_rounds = sampler, settings, in_rounds
         self.drawn: Drawn = {} if drawn is None else drawn
         self.playing = 0  # number of episodes in progress
-        self.waiting = 0  # number of these that wait for a prompt to be passed on
+        self.waiting: set[int] = set()  # those that wait for a prompt to be passed on
         self.sharing: dict[int, list[Awaited]] = {}  # prompts that others will ask for, too
-        self.ready: list[tuple[Row, list[Awaited]]] = []
+        self.ready: list[Ready] = []
 
     def enter(self, episodes: int) -> None:
         """Add this number of episodes to those in progress."""
         self.playing += episodes
 
-    async def leave(self) -> None:
-        """Remove an episode that has ended, and draw the round that has waited for it alone."""
+    async def leave(self, episode: int) -> None:
+        """Remove an episode that has ended, with what it has asked for and nobody draws yet, and
+        draw the round that has waited for it alone."""
         self.playing -= 1
+        self.waiting.discard(episode)
+        for _, _, _, awaited in (each for each in self.ready if each[2] == episode):
+            for _, answer in awaited:
+                answer.cancel()
+        self.ready = [each for each in self.ready if each[2] != episode]
         await self._pass_on()
 
-    async def ask(self, prompt: Row, seed: int, sharers: int) -> Completion:
-        """Return the completion that this seed draws. `sharers` is the number of episodes that send
-        the same prompt, as the same object, with consecutive seeds."""
+    async def ask(
+        self,
+        prompt: Row,
+        seed: int,
+        sharers: int,
+        episode: int,
+        settings: SamplingSettings | None = None,
+    ) -> Completion:
+        """Return the completion that this seed draws. `sharers` is the number of requests that send
+        the same prompt, as the same object, with consecutive seeds. `episode`: the number of the
+        episode that asks. `settings`: the request's own, if it has some."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         sharing = self.sharing.setdefault(id(prompt), [])
         sharing.append((seed, answer))
-        self.waiting += 1
+        self.waiting.add(episode)
         if len(sharing) == sharers:
             del self.sharing[id(prompt)]
-            self.ready.append((prompt, sorted(sharing, key=_seed)))
+            own = settings or self.settings
+            self.ready.append((prompt, own, episode, sorted(sharing, key=_seed)))
             await self._pass_on()
         return await answer
 
     async def _pass_on(self) -> None:
-        if self.in_rounds and self.waiting < self.playing:
+        if self.in_rounds and len(self.waiting) < self.playing:
             return
-        ready, self.ready = sorted(self.ready, key=lambda each: _seed(each[1][0])), []
-        self.waiting -= sum(len(awaited) for _, awaited in ready)
-        await asyncio.gather(*(self._answer(*each) for each in ready))
+        ready, self.ready = sorted(self.ready, key=lambda each: _seed(each[3][0])), []
+        self.waiting.clear()
+        drawing = (self._answer(prompt, own, awaited) for prompt, own, _, awaited in ready)
+        await asyncio.gather(*drawing)
 
-    async def _answer(self, prompt: Row, awaited: Sequence[Awaited]) -> None:
+    async def _answer(
+        self, prompt: Row, settings: SamplingSettings, awaited: Sequence[Awaited]
+    ) -> None:
         digest = hashlib.sha256(prompt.ids_S.numpy().tobytes()).hexdigest()
         seeds = [seed for seed, _ in awaited if (seed, digest) not in self.drawn]
         try:
-            completions = await self.sampler.sample(prompt, self.settings, seeds) if seeds else []
+            completions = await self.sampler.sample(prompt, settings, seeds) if seeds else []
         except BaseException as error:
             for _, answer in awaited:
-                answer.set_exception(error)
+                if not answer.done():
+                    answer.set_exception(error)
             return
         self.drawn |= zip(((seed, digest) for seed in seeds), completions, strict=True)
         for seed, answer in awaited:
-            answer.set_result(self.drawn[seed, digest])
+            if not answer.done():
+                answer.set_result(self.drawn[seed, digest])
 
 
 def _seed(awaited: Awaited) -> int:

@@ -44,12 +44,13 @@ class Segment:
             routing_SLK = torch.cat([first_SLK, routing_SLK[start:]])
         self.routing_SLK = routing_SLK
 
-    def shown_routing(self) -> Tensor | None:
-        """Return the experts of all tokens, -1 for those that were shown since the last answer."""
+    def shown_routing(self, length: int | None = None) -> Tensor | None:
+        """Return the experts of all tokens, -1 for those that were shown since the last answer.
+        `length`: number of tokens of a request that continues the segment."""
         known_SLK = self.routing_SLK
         if known_SLK is None:
             return None
-        more = len(self.ids) - len(known_SLK)
+        more = (length or len(self.ids)) - len(known_SLK)
         return torch.cat([known_SLK, known_SLK.new_full((more, *known_SLK.shape[1:]), -1)])
 
     @property
@@ -103,12 +104,40 @@ class Episode:
         self.segments[-1].pictures.append(row)
         self.shown.append(row)
 
-    def add_completion(self, answer: Completion, text: str) -> None:
-        """Add an answer and its text."""
-        self.segments[-1].ids += answer.ids
-        self.segments[-1].log_probs += answer.log_probs
+    def segment_of(self, prompt: Row) -> Segment | None:
+        """Return the segment that a prompt continues: all of its tokens and pictures begin the
+        prompt."""
+        ids, pictures = prompt.ids_S.tolist(), _pixels_of([prompt])
+        for each in self.segments:
+            length, own = len(each.ids), _pixels_of(each.pictures)
+            is_begun = length < len(ids) and ids[:length] == each.ids and len(own) <= len(pictures)
+            # Episodes and requests that show the same picture have the same object.
+            if is_begun and all(a is b for a, b in zip(own, pictures, strict=False)):
+                return each
+        return None
+
+    def add_request(self, prompt: Row, answer: Completion, text: str) -> None:
+        """Add an answer to an agent's request, whose prompt continues a segment or begins one."""
+        if (segment := self.segment_of(prompt)) is None:
+            segment = Segment(prompt_length=len(prompt.ids_S))
+            self.segments.append(segment)
+        new = prompt.ids_S.tolist()[len(segment.ids) :]
+        shown = parts_of(prompt, "pixel_values_PC")[len(_pixels_of(segment.pictures)) :]
+        if self.answers:  # what was said after an answer
+            ids_S = torch.tensor(new)
+            visuals = join_parts({"pixel_values_PC": shown})
+            self.shown.append(Row(ids_S, torch.full_like(ids_S, IGNORE), **visuals))
+        segment.add_shown(new)
+        segment.pictures = [prompt]
+        self.add_completion(answer, text, segment)
+
+    def add_completion(self, answer: Completion, text: str, segment: Segment | None = None) -> None:
+        """Add an answer and its text, to the last segment if none is given."""
+        segment = segment or self.segments[-1]
+        segment.ids += answer.ids
+        segment.log_probs += answer.log_probs
         if answer.routing_SLK is not None:
-            self.segments[-1].add_routing(answer.routing_SLK)
+            segment.add_routing(answer.routing_SLK)
         self.versions += answer.versions
         self.accepted.append(answer.accepted)
         self.answers.append(text)
@@ -152,6 +181,11 @@ class Group:
     def has_signal(self) -> bool:
         """True if its rewards differ, so that there is something to learn."""
         return len(set(self.rewards)) > 1
+
+
+def _pixels_of(shown: Sequence[Row]) -> list[Tensor]:
+    """Return the patches of each picture of these rows."""
+    return [pixels for row in shown for pixels, _ in parts_of(row, "pixel_values_PC")]
 
 
 def pictures_of(shown: list[Row]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -19,12 +19,15 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import TextSizes
+from megatron_vlm.rl.agent_program import as_json, record_for_agent
+from megatron_vlm.rl.agent_requests import AgentEpisode
+from megatron_vlm.rl.agent_server import AgentServer
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.turn_tokens import TurnEncoder
 from megatron_vlm.training.expert_routing import check_table
-from megatron_vlm.user_code.environment import Message, Opening
+from megatron_vlm.user_code.environment import EnvStep, Message, Opening
 from megatron_vlm.user_code.pool import NoRewards, RewardPool
 
 
@@ -38,6 +41,7 @@ class EpisodeRunner:
     views: RewardPool | None = None  # processes of teacher.view
     skipped: list[DataError] = field(default_factory=list)  # errors of skipped prompts
     begun: int = 0  # number of episodes so far
+    agents: AgentServer | None = None  # set where rl.agent is
 
     @cached_property
     def dialogues(self) -> list[TurnEncoder]:
@@ -129,6 +133,9 @@ class EpisodeRunner:
             self.reward_pool.begin(each.number, each.record, each.where) for each in episodes
         ]
         firsts = await asyncio.gather(*map(asyncio.wrap_future, beginning))
+        if self.agents is not None:
+            await self._play_agents(queue, group, row, dialogue, step)
+            return
         view, teacher_opening = await self._view(episodes[0], dialogue)
         for episode, first in zip(episodes, firsts, strict=True):
             episode.teacher_view, episode.teacher_opening = view, teacher_opening
@@ -143,6 +150,35 @@ class EpisodeRunner:
             for episode, count in zip(episodes, sharers, strict=True)
         ]
         await asyncio.gather(*playing)
+
+    async def _play_agents(
+        self, queue: CompletionQueue, group: Group, row: Row, dialogue: TurnEncoder, step: int
+    ) -> None:
+        """Run the episodes of a prompt whose program owns the loop."""
+        agents, first = self.agents, group.episodes[0]
+        assert agents is not None
+        shown = dialogue.prompts, first.record, first.where
+        given = as_json(await asyncio.to_thread(record_for_agent, *shown))
+        pictures = agents.pictures()
+
+        async def play(episode: Episode) -> None:
+            def rate(answer: str) -> asyncio.Future[EnvStep]:
+                return asyncio.wrap_future(self.reward_pool.step(episode.number, answer))
+
+            def check(prompt: Row, answer: Completion) -> None:
+                self._check_routing(episode, len(prompt.ids_S), answer)
+
+            seed_of_request = partial(seed_of, self.cfg.train.seed, step, episode)
+            limits = self.settings, self.cfg.rl.turns
+            asking = AgentEpisode(
+                episode, queue, *limits, seed_of_request, self.text, check, pictures
+            )
+            episode.shown.append(row)
+            await agents.play(asking, given, rate)
+            self.reward_pool.end(episode.number)
+            await queue.leave(episode.number)
+
+        await asyncio.gather(*map(play, group.episodes))
 
     async def _view(self, episode: Episode, dialogue: TurnEncoder) -> tuple[Opening, Row | None]:
         """Return what a teacher sees in place of the messages of this record, if it has a view."""
@@ -166,8 +202,9 @@ class EpisodeRunner:
         rl = self.cfg.rl
         for turn in range(rl.turns):
             seed = seed_of(self.cfg.train.seed, step, episode, turn)
-            answer = await queue.ask(episode.prompt(), seed, 1 if turn else sharers)
-            self._check_routing(episode, answer)
+            prompt, count = episode.prompt(), 1 if turn else sharers
+            answer = await queue.ask(prompt, seed, count, episode.number)
+            self._check_routing(episode, len(episode.segments[-1].ids), answer)
             text = self.text(answer.ids)
             episode.said.append(dialogue.answer(episode.segments[-1].ids, text))
             episode.add_completion(answer, text)
@@ -181,9 +218,9 @@ class EpisodeRunner:
                 episode.cut = True
                 break
         self.reward_pool.end(episode.number)
-        await queue.leave()
+        await queue.leave(episode.number)
 
-    def _check_routing(self, episode: Episode, answer: Completion) -> None:
+    def _check_routing(self, episode: Episode, prompt: int, answer: Completion) -> None:
         """Refuse experts of an engine that the model does not have."""
         if not self.cfg.rl.replay_routing:
             return
@@ -192,7 +229,7 @@ class EpisodeRunner:
             raise DataError(
                 "is missing", place=where, key="routing", remedy="set rl.replay_routing=false"
             )
-        tokens = len(episode.segments[-1].ids) + len(answer.ids)
+        tokens = prompt + len(answer.ids)
         check_table(answer.routing_SLK, tokens, self.text_sizes, where)
 
     def _go_on(
@@ -235,9 +272,9 @@ def _conversation(
     return dialogue.conversation(chat, episode.said, shown, where)
 
 
-def seed_of(seed: int, step: int, episode: Episode, turn: int) -> int:
+def seed_of(seed: int, step: int, episode: Episode, turn: int | str) -> int:
     """Return the seed of an answer, below 2**62. In the first turn, the next episode of the same
-    prompt has the next number."""
+    prompt has the next number. `turn`: its number, or the name of an agent's request."""
     own_place = () if turn == 0 else (episode.place,)
     text = " ".join(map(str, (seed, step, episode.group, turn, *own_place)))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -19,7 +19,8 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
     """Return the settings that all engines share."""
     cfg, rl, engine = worker.cfg, worker.cfg.rl, worker.cfg.engine
     max_images = max(int(index.images.max()) for index in data.indexes)
-    more_images = 0 if rl.environment is None else rl.turns
+    has_turns = rl.environment is not None or rl.agent is not None
+    more_images = rl.turns if has_turns else 0
     if engine.draft_tokens and rl.replay_routing and not worker.platform.is_cuda:
         raise ConfigError(
             "would mix the experts of rejected drafts with the answer's, which vLLM on a CPU does "
@@ -29,7 +30,7 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
             remedy="set it to 0, or rl.replay_routing=false",
         )
     length = cfg.data.max_tokens + rl.max_new_tokens
-    if rl.environment is not None:
+    if has_turns:
         length = max(length, rl.max_tokens)
     return EngineSettings.from_config(
         engine,
@@ -38,7 +39,8 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
         max_len=engine.max_len or length,
         pictures=engine.pictures or max(1, max_images + more_images),
         videos=engine.videos,
-        has_media=any(index.images.any() or index.videos.any() for index in data.indexes),
+        has_media=rl.agent is not None
+        or any(index.images.any() or index.videos.any() for index in data.indexes),
         lora_rank=cfg.lora.rank,
         lora_vision=has_tower_weights(worker.adapted),
         routing_layers=worker.source.sizes.text.expert_layers if rl.replay_routing else (),

@@ -14,6 +14,7 @@ from megatron_vlm.data.batches.dataset import DataSet, Handle
 from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.engines.engine_thread import EngineThread
+from megatron_vlm.errors import DataError
 from megatron_vlm.rl.completion_requests import CompletionQueue, Drawn
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner
@@ -75,6 +76,14 @@ async def collect_rollouts(
     if not groups:
         place = f"step {step}: the last of {num_tried} prompts, of which none can be read"
         raise episode_runner.skipped[-1].within(place)
+    if not any(episode.trained for group in groups for episode in group.episodes):
+        raise DataError(
+            f"has failed in all episodes of step {step} before it has asked for an answer",
+            place=groups[0].episodes[0].where,
+            key="rl.agent",
+            found=rl.agent,
+            remedy="mend it; what it has printed is above",
+        )
     return Rollout(groups, num_tried, len(without_signal), position, time.perf_counter() - start)
 
 

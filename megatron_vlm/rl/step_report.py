@@ -43,7 +43,8 @@ def rl_line(
     tokens = sum(count for _, count in spans)
     means = metrics.means
     read = sum(len(part.ids) for each in episodes for part in each.segments)
-    distinct = sum(len(each.segments[-1].ids) for each in episodes)
+    # A program that fails early has asked for nothing.
+    distinct = sum(len(part.ids) for each in episodes for part in each.segments[-1:])
     rounds, shares = accepted_drafts(part for each in episodes for part in each.accepted)
     taught = [each for each in episodes if each.teacher_kl is not None]
     share = sum(each.trained for each in taught) / sum(lengths)

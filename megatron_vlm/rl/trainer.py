@@ -15,6 +15,7 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.report.metrics_lines import has_usage_line
+from megatron_vlm.rl.agent_server import AgentServer
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.held_out_rewards import HeldOutPrompts
 from megatron_vlm.rl.policy_engine import settings_of, sync_engine_weights
@@ -83,7 +84,7 @@ class RlTrainer:
         rl, data = self.cfg.rl, self.run.feeder.data
         assert isinstance(data, DataSet), "config/command_checks.py refuses streams"
         pool: RewardPool | NoRewards = NoRewards()
-        if has_rewards(self.cfg):
+        if rl.reward is not None or rl.environment is not None:
             pool = RewardPool(RewardSettings.from_config(rl, rl.processes))
         self.opened.callback(pool.close)
         views = None
@@ -100,6 +101,12 @@ class RlTrainer:
         self.opened.callback(self.engines.close)
         settings = replace(settings_of(self.run.worker, data), draw=self.commands.draw_soon)
         self.engines.start(self.cfg.engine, settings, waiting)
+        if self.cfg.rl.agent is not None:
+            sizes = self.run.worker.source.sizes
+            agents = AgentServer(self.cfg, sizes, settings.pictures, self.engines.loop)
+            self.opened.callback(agents.close)
+            for runner in (self.episode_runner, *self.held_out.runners.values()):
+                runner.agents = agents
         self.rollouts = Rollouts(self.episode_runner, self.commands, self.engines, last)
         self.rollouts.restore(self.run.saver.newest)
         self.run.saver.more_texts = self.rollouts.texts

@@ -23,7 +23,7 @@ _LONGEST = 200  # characters of a value
 _LEARNING = (
     *("model.path", "model.freeze", "model.router", "lora.", "data.", "optim.", "train."),
     *("preference.", "distill.", "embed.", "rerank.", "teacher.", "rl.reward", "rl.environment"),
-    *("rl.samples", "rl.loss", "rl.advantage", "rl.kl_coef"),
+    *("rl.agent", "rl.samples", "rl.loss", "rl.advantage", "rl.kl_coef"),
 )
 _GOING_ON = frozenset(
     ("train.steps", "train.epochs", "train.micro_batch_size", "train.micro_batch_tokens")

@@ -6,6 +6,7 @@ Shapes: S tokens of a prompt, J targets of a place, k most likely tokens.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from megatron_vlm.serve.protocol.answers import write_samples
 from megatron_vlm.serve.protocol.payloads import (
     NO_LOG_PROB,
     NO_TOKEN,
+    Chunk,
     RequestError,
     Sampled,
     Samples,
@@ -26,7 +28,6 @@ from megatron_vlm.serve.protocol.payloads import (
 )
 from megatron_vlm.serve.protocol.request_tensors import NOTHING, PromptTargets, read_prompt_targets
 from megatron_vlm.serve.protocol.requests import read_prompt
-from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.served_models import ModelCommands
 
 
@@ -93,8 +94,16 @@ class SampleBounds:
     min_temperature: float = 0.0  # lowest temperature above 0; 0 is always allowed
 
 
+class PromptReader(Protocol):
+    """Reader of the chunks of a prompt, such as a RowReader."""
+
+    tokens: Tokens
+
+    def prompt(self, chunks: Sequence[Chunk], where: str) -> Row: ...
+
+
 def read_ask(
-    body: bytes, reader: RowReader, stops: StopWords, drawn_seed: int, bounds: SampleBounds
+    body: bytes, reader: PromptReader, stops: StopWords, drawn_seed: int, bounds: SampleBounds
 ) -> SampleAsk:
     """Read a sampling request. `drawn_seed` is the seed of a request that sets none."""
     form = schemas.SampleForm.model_validate_json(body)
@@ -162,7 +171,7 @@ def complete(commands: ModelCommands, weights: str, asks: Sequence[SampleAsk]) -
 def answers_to_bytes(ask: SampleAsk) -> bytes:
     """Return the response to a request that needs nothing but an engine's answers."""
     assert ask.answers and not ask.needs_ranks
-    return write_samples(Samples(_as_sampled(ask.answers, [None] * len(ask.answers))))
+    return write_samples(Samples(as_sampled(ask.answers, [None] * len(ask.answers))))
 
 
 def _at_temperature(
@@ -231,10 +240,10 @@ def _samples(
     if ask.targets is not None:
         targets = ask.targets.answer(scored["targets"][:-1].astype(np.float32))
     tops = _tops(commands, weights, ask)
-    return Samples(_as_sampled(ask.answers, tops), prompt_log_probs, top_prompt, targets)
+    return Samples(as_sampled(ask.answers, tops), prompt_log_probs, top_prompt, targets)
 
 
-def _as_sampled(answers: Sequence[Completion], tops: Sequence[TopK | None]) -> tuple[Sampled, ...]:
+def as_sampled(answers: Sequence[Completion], tops: Sequence[TopK | None]) -> tuple[Sampled, ...]:
     return tuple(
         Sampled(
             np.array(answer.ids, dtype=np.int32),

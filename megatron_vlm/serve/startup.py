@@ -65,7 +65,7 @@ def open_service(
     texts = TokenizerTexts(cfg, base.source.sizes, limits.pixels)
     adapters = AdapterChecks(cfg, base.source.sizes)
     app = make_app(journal, limits, keys, facts, service.gauges, texts, samples.longest, adapters)
-    service.drawing.hear = app.state.chats.pieces.add
+    service.drawing.hear = app.state.chats.source.pieces.add
     server = FrontServer(app, cfg.serve.host, cfg.serve.port)
     port = server.start()
     host = f"[{cfg.serve.host}]" if ":" in cfg.serve.host else cfg.serve.host

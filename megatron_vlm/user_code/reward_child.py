@@ -38,7 +38,7 @@ _LONGEST_NAME = 100  # maximum characters of a figure's name
 _MAX_REWARD, _MAX_FIGURE = 1e6, 1e100
 
 
-class _WrongError(Exception):
+class WrongResultError(Exception):
     """Error of a user's function. The text is the end of a sentence that begins with its name."""
 
 
@@ -52,11 +52,11 @@ class _UserCodeRunner:
         self.shown: set[str] = set()  # places in the code whose errors were printed
 
     async def answer(self, request: Request) -> Any:
-        """Return the answer to a request. Raise _WrongError if the user's code is wrong."""
+        """Return the answer to a request. Raise WrongResultError if the user's code is wrong."""
         episode = request["episode"]
         if request["do"] == "reward":
             record, answer = request["record"], request["answer"]
-            return _of_reward(await self._call_in_time(lambda: self.found(record, answer)))
+            return step_of_result(await self._call_in_time(lambda: self.found(record, answer)))
         if request["do"] == "metric":
             arguments = [request[name] for name in ("answer", "references", "record")]
             return _of_metric(await self._call_in_time(lambda: self.found(*arguments)))
@@ -86,11 +86,11 @@ class _UserCodeRunner:
         except BaseException as error:  # users' code may also raise SystemExit
             if not limit.expired():
                 text = f"raised {load_code.error_in_one_line(error)}{self._place(error)}"
-                raise _WrongError(text) from None
+                raise WrongResultError(text) from None
         # A plain function cannot be cancelled, and a coroutine may refuse to be.
         if limit.expired() or time.monotonic() - began > self.timeout_s:
             key = load_code.TIMEOUT_KEYS[self.kind]
-            raise _WrongError(f"took longer than {key}={self.timeout_s:g} seconds")
+            raise WrongResultError(f"took longer than {key}={self.timeout_s:g} seconds")
         return result
 
     def _place(self, error: BaseException) -> str:
@@ -116,12 +116,12 @@ def _traceback(error: BaseException) -> str:
     return f"{text[:_MAX_TRACED]}\n...\n{text[-_MAX_TRACED:]}"
 
 
-def _of_reward(result: Any) -> Request:
+def step_of_result(result: Any) -> Request:
     """Convert the result of a reward function into the step that ends an episode."""
     if not isinstance(result, Mapping):
         return _step(_number(result, "returned", _MAX_REWARD), {}, [])
     if "reward" not in result:
-        raise _WrongError(f'returned a mapping without "reward": {_quote(result)}')
+        raise WrongResultError(f'returned a mapping without "reward": {_quote(result)}')
     return _step(result["reward"], {k: v for k, v in result.items() if k != "reward"}, [])
 
 
@@ -135,7 +135,7 @@ def _of_metric(result: Any) -> dict[str, float]:
 
 def _of_step(result: Any) -> Request:
     if not isinstance(result, EnvStep):
-        raise _WrongError(f"returned {_quote(result)}, not an EnvStep")
+        raise WrongResultError(f"returned {_quote(result)}, not an EnvStep")
     return _step(result.reward, result.figures, _messages(result.messages))
 
 
@@ -144,14 +144,14 @@ def _opening_messages(result: Any, none: str) -> Any:
         return None
     if messages := _messages(result):
         return messages
-    raise _WrongError(f"returned no messages; {none} it is None")
+    raise WrongResultError(f"returned no messages; {none} it is None")
 
 
 def _step(reward: Any, figures: Any, messages: Any) -> Request:
     if not isinstance(figures, Mapping) or not all(isinstance(name, str) for name in figures):
-        raise _WrongError(f"gave as figures {_quote(figures)}, not numbers by name")
+        raise WrongResultError(f"gave as figures {_quote(figures)}, not numbers by name")
     if not all(0 < len(n) <= _LONGEST_NAME and n == escape_controls(n) for n in figures):
-        raise _WrongError(
+        raise WrongResultError(
             f"gave as figures {_quote(figures)}, of which one has a name that is not a text of "
             f"1 to {_LONGEST_NAME} characters"
         )
@@ -167,28 +167,30 @@ def _number(value: Any, doing: str, maximum: float) -> float:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(value)
     if not math.isfinite(number):
-        raise _WrongError(f"{doing} {_quote(value)}, not a finite number")
+        raise WrongResultError(f"{doing} {_quote(value)}, not a finite number")
     if abs(number) > maximum:
-        raise _WrongError(f"{doing} {_quote(value)}, which is beyond {-maximum:g} to {maximum:g}")
+        raise WrongResultError(
+            f"{doing} {_quote(value)}, which is beyond {-maximum:g} to {maximum:g}"
+        )
     return number
 
 
 def _messages(value: Any) -> Any:
     """Return the messages as they arrive in the trainer, if it can read them."""
     if not isinstance(value, list | tuple):
-        raise _WrongError(f"gave as messages {_quote(value)}, not a list of messages")
+        raise WrongResultError(f"gave as messages {_quote(value)}, not a list of messages")
     try:
         arriving = pack_and_unpack(value)
         keys = Keys()
         with keys.record_at("what it says"):
             parse_messages(arriving, keys)
     except PackingError as error:
-        raise _WrongError(f"gave messages that cannot be sent: {error}") from None
+        raise WrongResultError(f"gave messages that cannot be sent: {error}") from None
     except DataError as error:
-        raise _WrongError(f"gave messages that cannot be read: {error}") from None
+        raise WrongResultError(f"gave messages that cannot be read: {error}") from None
     except Exception as error:  # from users' objects, or from too deep nesting
         why = load_code.error_in_one_line(error)
-        raise _WrongError(f"gave messages that cannot be sent: {why}") from None
+        raise WrongResultError(f"gave messages that cannot be sent: {why}") from None
     return arriving
 
 
@@ -211,7 +213,7 @@ async def _serve(channel: ParentChannel, runner: _UserCodeRunner) -> None:
         channel.tell(number)  # the timeout of the call starts now
         try:
             channel.answer(number, *serialize(await runner.answer(request)))
-        except _WrongError as error:
+        except WrongResultError as error:
             channel.refuse(number, str(error))
         except Exception as error:  # a user's value may fail when it is inspected
             why = f"returned what cannot be read: {load_code.error_in_one_line(error)}"

@@ -122,7 +122,7 @@ def words(folder: Path, model: str, run: str, *more: str) -> list[str]:
         "rl.processes": 1,
         "rl.shown": 9,
     }
-    if not any(word.startswith(("rl.reward=", "rl.environment=")) for word in more):
+    if not any(word.startswith(("rl.reward=", "rl.environment=", "rl.agent=")) for word in more):
         keys["rl.reward"] = f"{TASKS}:letters"
     return [*(f"{key}={value}" for key, value in keys.items()), *more]
 

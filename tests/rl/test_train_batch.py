@@ -345,25 +345,25 @@ def test_what_is_asked_together_does_not_depend_on_how_long_rewards_take():
         first, second = (Row(torch.tensor([n]), torch.tensor([IGNORE])) for n in (1, 2))
 
         def ask(row: Row, *seeds: int) -> list[Any]:
-            asking = [queue.ask(row, seed, len(seeds)) for seed in seeds]
+            asking = [queue.ask(row, seed, len(seeds), seed) for seed in seeds]
             return [asyncio.create_task(each) for each in asking]
 
         queue.enter(4)
         asked = [*ask(first, 7, 6), *ask(second, 3)]
         await settled()
         assert ranks.rounds == []
-        await queue.leave()  # the fourth has ended without a question
+        await queue.leave(0)  # the fourth has ended without a question
         assert ranks.rounds == [[(2, [3]), (1, [6, 7])]]
         assert await asyncio.gather(*asked) == [7, 6, 3]
         again = ask(second, 5)
         await settled()
-        await queue.leave()
+        await queue.leave(0)
         assert len(ranks.rounds) == 1
         again += ask(first, 4)
         assert await asyncio.gather(*again) == [5, 4]
         assert ranks.rounds[1:] == [[(1, [4]), (2, [5])]]
-        await queue.leave()
-        await queue.leave()
+        await queue.leave(0)
+        await queue.leave(0)
         queue.enter(2)  # others begin, and only one waits
         ask(first, 9)
         await settled()

@@ -38,6 +38,7 @@ from megatron_vlm.serve.http.chat_samples import (
     SamplingFields,
 )
 from megatron_vlm.serve.http.request_bodies import HttpError, RequestLimits
+from megatron_vlm.serve.http.sampling_sessions import SamplingSessions
 from megatron_vlm.serve.protocol.payloads import RequestError
 from tests.serve.test_answer_grammar import SLOW
 from tests.serve.test_chat_routes import answer, shown, under_way
@@ -514,7 +515,8 @@ def test_an_engine_without_penalties_refuses_them_by_name(tmp_path: Path) -> Non
     facts = replace(FACTS, has_penalties=False)
     with opened(tmp_path) as journal:
         app = make_app(journal, RequestLimits(), None, facts)
-        chats = ChatSamples(app.state.context, None, 100)  # type: ignore[arg-type]
+        sessions = SamplingSessions(app.state.context)
+        chats = ChatSamples(app.state.context, None, 100, sessions)  # type: ignore[arg-type]
         fields = SamplingFields(max_tokens=2, penalties={"min_p": 0.1})
         with raises(RequestError, key="min_p", found=0.1):
             asyncio.run(chats.begin("ann", "tiny", [], 3, fields))

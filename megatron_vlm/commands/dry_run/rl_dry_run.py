@@ -18,7 +18,7 @@ from megatron_vlm.commands.dry_run.command import (
     print_run,
 )
 from megatron_vlm.config import teachers
-from megatron_vlm.config.command_checks import has_rewards, loaded_counts
+from megatron_vlm.config.command_checks import loaded_counts
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.order import Position
@@ -68,11 +68,13 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
     }
     if cfg.teacher.view is not None:
         rows["view"] = try_view(cfg, data)
-    if has_rewards(cfg):
+    if rl.agent is not None:
+        rows["agent"] = rl.agent
+    if is_called := rl.reward is not None or rl.environment is not None:
         count = f"{rl.processes} process{'es' * (rl.processes > 1)}"
         rows["reward"] = f"{rl.reward or rl.environment}, in {count}"
     console.print(aligned_lines(rows), markup=False, soft_wrap=True)
-    if has_rewards(cfg):
+    if is_called:
         console.print(reward_table(list(try_reward(cfg, data))))
     print_memory(plan, model.target, console)
     notes = ["Answers are counted with rl.max_new_tokens each; what sampling needs comes on top."]

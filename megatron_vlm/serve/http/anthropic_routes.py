@@ -21,7 +21,7 @@ from megatron_vlm.serve.http.chat_forms import (
 )
 from megatron_vlm.serve.http.chat_routing import Chats, Json, event, route_with, safe_text, streamed
 from megatron_vlm.serve.http.chat_samples import ChatSamples
-from megatron_vlm.serve.http.context import Context, Key
+from megatron_vlm.serve.http.context import AnyFront, Key
 from megatron_vlm.serve.http.request_bodies import HttpError
 from megatron_vlm.serve.protocol.chat_messages import from_anthropic
 
@@ -51,15 +51,15 @@ router = APIRouter(route_class=route_with(anthropic_error))
 
 
 @router.post("/messages/count_tokens")
-async def count_tokens(request: Request, chats: Chats, context: Context, key: Key) -> Json:
+async def count_tokens(request: Request, chats: Chats, context: AnyFront, key: Key) -> Json:
     """Return the number of tokens of messages, image tokens included."""
     form = await read_form(context, request, AnthropicForm)
-    chats.checkpoint(key, form.model)
+    chats.source.check_model(key, form.model)
     return {"input_tokens": len((await _question(chats, key, form)).prompt.ids)}
 
 
 @router.post("/messages")
-async def messages(request: Request, chats: Chats, context: Context, key: Key) -> Response:
+async def messages(request: Request, chats: Chats, context: AnyFront, key: Key) -> Response:
     """Answer messages."""
     form = await read_form(context, request, AnthropicForm)
     if form.max_tokens is None:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI
@@ -25,7 +25,7 @@ from megatron_vlm.serve.http import (
     upload_routes,
 )
 from megatron_vlm.serve.http.api_keys import ApiKeys
-from megatron_vlm.serve.http.chat_samples import SESSION, ChatSamples, ChatTexts
+from megatron_vlm.serve.http.chat_samples import ChatSamples, ChatTexts
 from megatron_vlm.serve.http.context import (
     AppContext,
     Context,
@@ -45,6 +45,7 @@ from megatron_vlm.serve.http.request_bodies import (
     add_handlers,
     tinker_error,
 )
+from megatron_vlm.serve.http.sampling_sessions import SESSION, SamplingSessions
 from megatron_vlm.serve.journal.journal import Journal
 
 SWEEP_SECONDS = 15.0
@@ -73,7 +74,7 @@ def make_app(
     journal.listen(metrics.count_completed)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.context = AppContext(
-        *(journal, limits, keys, facts, Bodies(limits), metrics),
+        *(limits, keys, facts, Bodies(limits), journal, metrics),
         *(GroupCommit(journal), ResultWaiters(journal), gauges),
     )
     app.state.tickets = run_routes.Tickets()
@@ -87,17 +88,22 @@ def make_app(
         app.include_router(upload_routes.router)
         app.include_router(upload_routes.files)
     if texts is not None:
-        app.state.chats = ChatSamples(app.state.context, texts, longest)
+        source = SamplingSessions(app.state.context)
+        app.state.chats = ChatSamples(app.state.context, texts, longest, source)
         journal.end_sessions(SESSION, "the service has started again")
-        for prefix in ("/v1", "/oai/api/v1"):
-            app.include_router(openai_routes.router, prefix=prefix)
-            app.include_router(completion_routes.router, prefix=prefix)
-            app.include_router(responses_routes.router, prefix=prefix)
-        for prefix in ("/v1", "/anthropic/api/v1"):
-            app.include_router(anthropic_routes.router, prefix=prefix)
+        add_chat_routes(app, ("/v1", "/oai/api/v1"), ("/v1", "/anthropic/api/v1"))
     if keys is None:
         app.add_middleware(LoopbackOnly)
     return app
+
+
+def add_chat_routes(app: FastAPI, openai: Sequence[str], anthropic: Sequence[str]) -> None:
+    """Add the routes of OpenAI's and of Anthropic's clients under these prefixes."""
+    for prefix in openai:
+        for routes in (openai_routes, completion_routes, responses_routes):
+            app.include_router(routes.router, prefix=prefix)
+    for prefix in anthropic:
+        app.include_router(anthropic_routes.router, prefix=prefix)
 
 
 def error_at(path: str) -> ErrorBody:
@@ -163,7 +169,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        context.waiters.close()
+        context.close()
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

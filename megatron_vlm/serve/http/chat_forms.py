@@ -17,7 +17,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from megatron_vlm.family.chat_format import ChatFormat
 from megatron_vlm.serve.http.answer_grammar import Grammar, GrammarFields, grammar_of_format
 from megatron_vlm.serve.http.chat_samples import ChatPrompt, ChatSamples, ChatTexts, SamplingFields
-from megatron_vlm.serve.http.context import AppContext
+from megatron_vlm.serve.http.context import Front
 from megatron_vlm.serve.http.request_bodies import parse_body
 from megatron_vlm.serve.http.schemas import Id, JsonForm, Penalties, Positive, Text
 from megatron_vlm.serve.journal.journal_records import Call
@@ -64,7 +64,7 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _MARKS = 2**21  # maximum marks of a body's lists, objects and texts, each of which takes memory
 
 
-async def read_form(context: AppContext, request: Request, of: type[AForm]) -> AForm:
+async def read_form(context: Front, request: Request, of: type[AForm]) -> AForm:
     """Read the body of a request. `null` is the default of each field."""
     return await parse_body(await context.body(request, "sample_bytes"), _parse_form, of)
 

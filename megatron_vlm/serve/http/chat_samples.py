@@ -3,15 +3,11 @@ chats. Each request of a client becomes one sampling request, with the same keys
 
 import asyncio
 import json
-import threading
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import count
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
@@ -25,24 +21,10 @@ from megatron_vlm.serve.http.answer_grammar import (
     forced_tools,
     whole_grammar,
 )
-from megatron_vlm.serve.http.context import AppContext, ResultWaiters, complaints, own_checkpoint
+from megatron_vlm.serve.http.context import Front, complaints
 from megatron_vlm.serve.http.request_bodies import HttpError
-from megatron_vlm.serve.http.sampling_routes import (
-    can_be_sampled,
-    check_sample,
-    session_of_checkpoint,
-)
-from megatron_vlm.serve.journal.journal_records import (
-    SAMPLE,
-    Call,
-    Failure,
-    NamedCheckpoint,
-    SamplingSession,
-    path_of,
-    plain_name,
-    sampler_id,
-)
-from megatron_vlm.serve.protocol.answers import read_samples
+from megatron_vlm.serve.http.sampling_routes import check_sample
+from megatron_vlm.serve.journal.journal_records import SAMPLE, Call
 from megatron_vlm.serve.protocol.chat_messages import Json, read_messages, text_length
 from megatron_vlm.serve.protocol.payloads import RequestError, Samples
 
@@ -158,12 +140,6 @@ class ChatPrompts:
         return {"enable_thinking": False} if is_off and self.texts.has_switch else {}
 
 
-SESSION = "chat routes"  # display name of the sessions
-IDLE_S = 3600.0  # a session ends after this time without a request
-POLL_S = 1.0  # how often the connection of a waiting client is checked
-_SamplerName: TypeAlias = tuple[str, str, Path | None]  # key, path and folder
-
-
 @dataclass(frozen=True)
 class SamplingFields:
     """Fields of a request that decide its samples, named as in asample."""
@@ -183,61 +159,40 @@ class SamplingFields:
     stream: bool = False
 
 
-@dataclass
-class _Sampler:
-    """A sampling session of the service's own, for one key and one model."""
+class ChatSource(Protocol):
+    """Source of the samples of chats: the journal of the service, or an episode of `rl`."""
 
-    id: str
-    session: str
-    used: float = field(default_factory=time.monotonic)
-    numbers: Any = field(default_factory=count)
+    async def place(self, key: str, model: str) -> tuple[str, int]:
+        """Return the owner and the number of a new call."""
 
+    async def accept(self, call: Call, streamed: int) -> Call:
+        """Queue a call, and return it with its id. `streamed`: number of answers whose tokens
+        its client receives while they are drawn."""
 
-class SamplePieces:
-    """Tokens of streamed answers so far. The thread of the ranks or of the engine adds them. They
-    are known by the numbers of their requests, since an engine tells of a request that has no id
-    here yet."""
+    def follow(
+        self, request: Request, call: Call
+    ) -> AsyncIterator[Samples | Sequence[Sequence[int]]]:
+        """Yield the tokens of each answer so far, often, and at the end the samples. The caller
+        drops the request."""
 
-    def __init__(self, waiters: ResultWaiters) -> None:
-        self._waiters, self._lock = waiters, threading.Lock()
-        self._of: dict[tuple[str, int], list[list[int]]] = {}
+    async def drop(self, call: Call) -> None:
+        """Drop a request that nobody reads any more, drawn or not."""
 
-    def expect(self, call: Call, answers: int) -> None:
-        """Keep the tokens of this request from now on."""
-        with self._lock:
-            self._of.setdefault((call.owner, call.seq), [[] for _ in range(answers)])
+    def check_model(self, key: str, model: str) -> None:
+        """Raise a 404 if this key has no such model."""
 
-    def add(self, call: Call, pieces: Sequence[Sequence[Any]]) -> None:
-        """Add to each answer what follows its first tokens, of which there is a number. A request
-        that is drawn again tells the same tokens again."""
-        with self._lock:
-            if (answers := self._of.get((call.owner, call.seq))) is None:
-                return
-            for answer, (start, ids) in zip(answers, pieces, strict=True):
-                answer[start:] = ids if start <= len(answer) else []
-        self._waiters.wake(call.request_id)
-
-    def of(self, call: Call) -> Sequence[Sequence[int]]:
-        """Return the tokens of each answer. They are no copies, and may grow."""
-        with self._lock:
-            return self._of.get((call.owner, call.seq), ())
-
-    def forget(self, call: Call) -> None:
-        """Drop the tokens of a request that has ended."""
-        with self._lock:
-            self._of.pop((call.owner, call.seq), None)
+    def models(self, key: str) -> dict[str, tuple[str, float]]:
+        """Return the models of this key, each with its owner and the time of its creation."""
 
 
 class ChatSamples:
-    """The tokenizer, and the sampling sessions of all keys."""
+    """The tokenizer, and the samples of all keys."""
 
-    def __init__(self, context: AppContext, texts: ChatTexts, longest: int) -> None:
+    def __init__(self, context: Front, texts: ChatTexts, longest: int, source: ChatSource) -> None:
         """`longest`: maximum tokens of a prompt with its answer."""
         self.context, self.texts, self.longest = context, texts, longest
-        self.pieces = SamplePieces(context.waiters)
+        self.source, self.follow, self.drop = source, source.follow, source.drop
         self.prompts = ChatPrompts(texts, longest, context.limits.pictures)
-        self._samplers: dict[_SamplerName, _Sampler] = {}
-        self._making = asyncio.Lock()
 
     async def hold(
         self,
@@ -279,11 +234,11 @@ class ChatSamples:
         if fields.penalties and not self.context.facts.has_penalties:
             name, value = next(iter(fields.penalties.items()))
             raise _beyond_sampler(name, found=value)
-        sampler = await self._sampler(key, model)
+        owner, number = await self.source.place(key, model)
         ends = self.texts.ends if fields.stops else ()
         body = {
-            "sampling_session_id": sampler.id,
-            "seq_id": next(sampler.numbers),
+            "sampling_session_id": owner,
+            "seq_id": number,
             "prompt": {"chunks": list(chunks)},
             "num_samples": fields.num_samples,
             "sampling_params": {
@@ -303,15 +258,8 @@ class ChatSamples:
             "penalties": fields.penalties,
         }
         content = await asyncio.to_thread(self._content, body, len(ends))
-        call = Call(SAMPLE, sampler.id, body["seq_id"], key, content)
-        if fields.stream:
-            self.pieces.expect(call, fields.num_samples)
-        try:
-            request_id = await self.context.promise(call)
-        except BaseException:
-            self.pieces.forget(call)
-            raise
-        return replace(call, request_id=request_id, body=b"")
+        call = Call(SAMPLE, owner, number, key, content)
+        return await self.source.accept(call, fields.num_samples if fields.stream else 0)
 
     def _content(self, body: Mapping[str, Any], ends: int) -> bytes:
         """Return the content of a call. The limit on stop strings counts only the client's; the
@@ -336,95 +284,3 @@ class ChatSamples:
         finally:
             await self.drop(call)
         raise AssertionError("the iterator ends with the samples")
-
-    async def drop(self, call: Call) -> None:
-        """Drop a request that nobody reads any more, drawn or not."""
-        self.pieces.forget(call)
-        await self.context.write(self.context.journal.drop_sample, call.request_id, call.key)
-
-    async def follow(
-        self, request: Request, call: Call
-    ) -> AsyncIterator[Samples | Sequence[Sequence[int]]]:
-        """Yield the tokens of each answer so far, often, and at the end the samples. The caller
-        drops the request."""
-        waiters = self.context.waiters
-        while (result := await waiters.result(call.request_id, POLL_S)) is None:
-            if waiters.closed:
-                raise HttpError(503, "the server stops")
-            if await request.is_disconnected():
-                raise HttpError(499, "the client has closed its connection")  # nobody reads it
-            yield self.pieces.of(call)
-        if result.outcome is None:
-            raise HttpError(503, "the result is no longer kept")
-        if isinstance(result.outcome, Failure):
-            status = 400 if result.outcome.category == "user" else 500
-            raise HttpError(status, result.outcome.text)
-        yield read_samples(result.outcome.content)
-
-    async def _sampler(self, key: str, model: str) -> _Sampler:
-        """Return the sampling session of a model: the base model, or a checkpoint of this key."""
-        path = self._path(model)
-        checkpoint = self.checkpoint(key, model)
-        async with self._making:
-            await self._end_idle()
-            # Another checkpoint may have been saved under the same name.
-            name = key, path, None if checkpoint is None else checkpoint.folder
-            sampler = self._samplers.get(name)
-            if sampler is None or self.context.journal.sampler(sampler.id) is None:
-                sampler = self._samplers[name] = await self._make(key, path, checkpoint)
-        sampler.used = time.monotonic()
-        return sampler
-
-    def _path(self, model: str) -> str:
-        """Return the name of a model, which may be given by its second name or after the base."""
-        bases, name = self.context.facts.base_models, model.rpartition(";")[2]
-        second = {plain_name(base): base for base in bases} | {base: base for base in bases}
-        return second.get(name) or path_of(name)
-
-    def checkpoint(self, key: str, model: str) -> NamedCheckpoint | None:
-        """Return the checkpoint that a model is, or None for the base model, or raise a 404."""
-        facts, path = self.context.facts, self._path(model)
-        if path in facts.base_models:
-            return None
-        try:
-            if not path.startswith("tinker://"):
-                names = " or ".join(facts.base_models)
-                raise HttpError(
-                    404,
-                    f"there is no {model!r}: this server has {names}, and the "
-                    "checkpoints of your key as tinker://...",
-                )
-            checkpoint = own_checkpoint(self.context, key, path)
-        except HttpError as error:
-            raise HttpError(
-                404, f"model: {error.text}", param="model", code="model_not_found"
-            ) from error
-        if not can_be_sampled(self.context, checkpoint):
-            raise RequestError(
-                "was made to be downloaded",
-                key="model",
-                found=path,
-                remedy="name a checkpoint in weights or sampler_weights",
-            )
-        return checkpoint
-
-    async def _make(self, key: str, path: str, checkpoint: NamedCheckpoint | None) -> _Sampler:
-        context = self.context
-        session = await context.write(context.journal.create_session, key, {}, SESSION)
-        sampler = _Sampler(sampler_id(session, 0), session)
-        if checkpoint is None:
-            new = SamplingSession(sampler.id, session, None, path)
-        else:
-            new = session_of_checkpoint(context, sampler.id, session, checkpoint)
-        await context.write(context.journal.create_sampler, new)
-        return sampler
-
-    async def _end_idle(self) -> None:
-        """Finish the sessions without a request for an hour, so that their weights can leave."""
-        before = time.monotonic() - IDLE_S
-        for name, sampler in list(self._samplers.items()):
-            if sampler.used < before:
-                del self._samplers[name]
-                await self.context.write(
-                    self.context.journal.finish_session, sampler.session, "idle"
-                )

@@ -23,7 +23,7 @@ from megatron_vlm.serve.http.chat_forms import (
 )
 from megatron_vlm.serve.http.chat_routing import Chats, Json, event, route_with, streamed
 from megatron_vlm.serve.http.chat_samples import ChatSamples, ChatTexts, SamplingFields
-from megatron_vlm.serve.http.context import Context, Key
+from megatron_vlm.serve.http.context import AnyFront, Key
 from megatron_vlm.serve.http.openai_routes import DONE, error_body, token_text, top_entries, usage
 from megatron_vlm.serve.journal.journal_records import Call
 from megatron_vlm.serve.protocol.chat_messages import read_prompts
@@ -34,7 +34,7 @@ _MAX_TOKENS = 16  # OpenAI's default
 
 
 @router.post("/completions")
-async def completions(request: Request, chats: Chats, context: Context, key: Key) -> Response:
+async def completions(request: Request, chats: Chats, context: AnyFront, key: Key) -> Response:
     """Continue texts or tokens. With `echo` the prompts are scored, too."""
     form = await read_form(context, request, CompletionForm)
     prompts = [

@@ -56,14 +56,27 @@ class ServerFacts:
 
 
 @dataclass(frozen=True)
-class AppContext:
-    """State that all routes share."""
+class Front:
+    """State that the routes of chats share, also in `rl`."""
 
-    journal: Journal
     limits: RequestLimits
     keys: ApiKeys | None
     facts: ServerFacts
     bodies: Bodies
+
+    async def body(self, request: Request, limit: str = "form_bytes") -> bytes:
+        """Read the body. A body above its limit raises HttpError 413."""
+        return await self.bodies.read(request, limit)
+
+    def close(self) -> None:
+        """Let go of the requests that wait, because the server stops."""
+
+
+@dataclass(frozen=True)
+class AppContext(Front):
+    """State that all routes of the service share."""
+
+    journal: Journal
     metrics: Metrics
     acceptor: "GroupCommit"
     waiters: "ResultWaiters"
@@ -73,9 +86,8 @@ class AppContext:
         """Read the body as this form. A 422 names the field that is wrong."""
         return self.read(await self.body(request), of)
 
-    async def body(self, request: Request, limit: str = "form_bytes") -> bytes:
-        """Read the body. A body above its limit raises HttpError 413."""
-        return await self.bodies.read(request, limit)
+    def close(self) -> None:
+        self.waiters.close()
 
     def read(self, body: bytes, of: type[AForm]) -> AForm:
         """Parse a body as this form."""
@@ -105,12 +117,14 @@ async def _context(request: Request) -> AppContext:
     return request.app.state.context
 
 
-async def _key(request: Request) -> str:
+async def request_key(request: Request) -> str:
+    """Return the name of a request's key."""
     return key_of(request, request.app.state.context.keys)
 
 
 Context = Annotated[AppContext, Depends(_context)]
-Key = Annotated[str, Depends(_key)]
+AnyFront = Annotated[Front, Depends(_context)]
+Key = Annotated[str, Depends(request_key)]
 Answer = dict[str, Any]
 
 

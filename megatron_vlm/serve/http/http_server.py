@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.serve.http.context import AppContext
+from megatron_vlm.serve.http.context import Front
 from megatron_vlm.serve.http.request_bodies import RequestLimits
 
 _STOP_SECONDS = 5
@@ -24,7 +24,7 @@ class FrontServer:
     """A server of the application on one port."""
 
     def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._context: AppContext = app.state.context
+        self._context: Front = app.state.context
         check_host(host, self._context.keys is not None)
         self._host, self._port = host, port
         limits = self._context.limits
@@ -64,7 +64,7 @@ class FrontServer:
     def stop(self) -> None:
         """Answer the waiting requests and stop. Accepted calls stay in the journal."""
         if self._thread is not None:
-            self._context.waiters.close()
+            self._context.close()
             self._server.should_exit = True
             self._thread.join(_STOP_SECONDS + 10)
         if self._socket is not None:

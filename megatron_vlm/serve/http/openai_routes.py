@@ -22,9 +22,8 @@ from megatron_vlm.serve.http.chat_forms import (
 )
 from megatron_vlm.serve.http.chat_routing import Chats, Json, event, route_with, safe_text, streamed
 from megatron_vlm.serve.http.chat_samples import ChatSamples, ChatTexts
-from megatron_vlm.serve.http.context import AppContext, Context, Key
+from megatron_vlm.serve.http.context import AnyFront, Key
 from megatron_vlm.serve.http.request_bodies import HttpError
-from megatron_vlm.serve.http.sampling_routes import can_be_sampled
 from megatron_vlm.serve.journal.journal_records import Call, plain_name
 from megatron_vlm.serve.protocol.payloads import NO_LOG_PROB, Samples, TopK
 
@@ -81,13 +80,13 @@ router = APIRouter(route_class=route_with(error_body))
 
 
 @router.get("/models")
-async def models(chats: Chats, context: Context, key: Key) -> Json:
+async def models(chats: Chats, context: AnyFront, key: Key) -> Json:
     """List the base model, and the checkpoints of this key that can be sampled."""
     return {"object": "list", "data": list(_models(chats, key).values())}
 
 
 @router.get("/models/{name:path}")
-async def model(name: str, chats: Chats, context: Context, key: Key) -> Json:
+async def model(name: str, chats: Chats, context: AnyFront, key: Key) -> Json:
     """Return a model."""
     if (card := _models(chats, key).get(name)) is None:
         text = f"there is no model {name[:200]!r}"
@@ -97,13 +96,7 @@ async def model(name: str, chats: Chats, context: Context, key: Key) -> Json:
 
 def _models(chats: ChatSamples, key: str) -> dict[str, Json]:
     """Return the models by their names. Each has a second name too."""
-    context = chats.context
-    names = dict.fromkeys(context.facts.base_models, ("megatron_vlm", 0.0))
-    names |= {
-        checkpoint.path: (key, checkpoint.created)
-        for checkpoint in context.journal.checkpoints(key)
-        if can_be_sampled(context, checkpoint)
-    }
+    names = chats.source.models(key)
     names |= {plain_name(name): facts for name, facts in names.items()}
     same = {"object": "model", "max_model_len": chats.longest}
     return {
@@ -113,10 +106,10 @@ def _models(chats: ChatSamples, key: str) -> dict[str, Json]:
 
 
 @router.post("/chat/completions")
-async def chat_completions(request: Request, chats: Chats, context: Context, key: Key) -> Response:
+async def chat_completions(request: Request, chats: Chats, context: AnyFront, key: Key) -> Response:
     """Answer a chat."""
     form = await read_form(context, request, ChatForm)
-    question, call = await begin_chat(chats, context, key, form)
+    question, call = await begin_chat(chats, key, form)
     whole = _Whole(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), form, question, chats.texts)
     if form.stream:
         growing = GrowingReplies(chats, request, call, question)
@@ -126,9 +119,7 @@ async def chat_completions(request: Request, chats: Chats, context: Context, key
     return await asyncio.to_thread(whole.response, samples)
 
 
-async def begin_chat(
-    chats: ChatSamples, context: AppContext, key: str, form: ChatForm
-) -> tuple[ChatRequest, Call]:
+async def begin_chat(chats: ChatSamples, key: str, form: ChatForm) -> tuple[ChatRequest, Call]:
     """Render a chat and queue its samples."""
     form.check_ending()
     variables = (

@@ -18,7 +18,7 @@ from megatron_vlm.serve.http import chat_forms, chat_routing
 from megatron_vlm.serve.http.chat_forms import ChatForm, ChatRequest, GrowingReplies, Reply
 from megatron_vlm.serve.http.chat_routing import Chats, Json
 from megatron_vlm.serve.http.chat_samples import ChatTexts
-from megatron_vlm.serve.http.context import Context, Key
+from megatron_vlm.serve.http.context import AnyFront, Key
 from megatron_vlm.serve.http.openai_routes import begin_chat, error_body, log_prob_entries
 from megatron_vlm.serve.http.request_bodies import HttpError
 from megatron_vlm.serve.protocol.chat_messages import ChatAnswer, as_object, as_text
@@ -150,12 +150,12 @@ router = APIRouter(route_class=chat_routing.route_with(error_body))
 
 
 @router.post("/responses")
-async def responses(request: Request, chats: Chats, context: Context, key: Key) -> Response:
+async def responses(request: Request, chats: Chats, context: AnyFront, key: Key) -> Response:
     """Answer input items."""
     form = await chat_forms.read_form(context, request, ResponsesForm)
     messages, places = await asyncio.to_thread(from_items, form.instructions, form.input)
     try:
-        question, call = await begin_chat(chats, context, key, form.as_chat(messages))
+        question, call = await begin_chat(chats, key, form.as_chat(messages))
     except Exception as error:
         refused = chat_routing.as_http_error(error)
         refused.text = _named(refused.text, places)
@@ -171,7 +171,7 @@ async def responses(request: Request, chats: Chats, context: Context, key: Key) 
 
 @router.api_route("/responses/{rest:path}", methods=["GET", "POST", "DELETE"])
 @router.api_route("/embeddings", methods=["GET", "POST"])
-async def refused(request: Request, context: Context, key: Key) -> Response:
+async def refused(request: Request, context: AnyFront, key: Key) -> Response:
     """Refuse earlier responses, and embeddings."""
     path = request.url.path[:200]
     reason = _NO_EMBEDDINGS if path.endswith("/embeddings") else _KEEPS_NOTHING

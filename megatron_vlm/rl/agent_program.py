@@ -1,0 +1,148 @@
+"""Program of an agent: what it is given, how it is run, and the reward that it prints."""
+
+import asyncio
+import base64
+import io
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import PIL.Image
+
+from megatron_vlm.data.media.media import read_image
+from megatron_vlm.data.records.record import ChatMessage, Conversation, Image, Video
+from megatron_vlm.data.tokens.reader import Reader
+from megatron_vlm.errors import DataError
+from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.rl.right_answer import right_answer
+
+# Variables of the trainer's environment that a program gets. Others may be secrets.
+_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")
+_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+# Keys of a record that its messages replace.
+_SHOWN = ("messages", "conversations", "conversation", "texts", "prompt")
+_PICTURES = ("image", "images", "video", "videos")
+_OUTPUT_BYTES = 2**16  # last bytes of each output of a program that are kept
+_LAST_S = 2.0  # seconds to read the output of a program that has ended
+_COMPLAINT = 2000  # characters of standard error in a message
+
+
+class AgentError(Exception):
+    """Failure of an agent's episode. The text ends a sentence that begins with its command."""
+
+
+def record_for_agent(reader: Reader, record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a record as a program gets it: its keys, and as `messages` its prompt in OpenAI's
+    form, with pictures as data URLs."""
+    chat = reader.parse(record, where)
+    if not isinstance(chat, Conversation) or chat.media(Video):
+        raise DataError(
+            "shows an agent what no message of OpenAI's API can hold: tokens, or a video",
+            place=where,
+            key="rl.agent",
+            remedy="give the prompt as messages with texts and pictures",
+        )
+
+    def message(turn: ChatMessage) -> dict[str, Any]:
+        more = {"reasoning_content": turn.reasoning, "tool_calls": list(turn.tool_calls)}
+        more |= {"name": turn.name, "tool_call_id": turn.call_id}
+        parts = [part(each) for each in turn.parts]
+        is_text = all(each["type"] == "text" for each in parts)
+        content = "".join(each["text"] for each in parts) if is_text else parts
+        return {"role": turn.role, "content": content} | {k: v for k, v in more.items() if v}
+
+    def part(given: Any) -> dict[str, Any]:
+        if not isinstance(given, Image):
+            return {"type": "text", "text": given}
+        url = _data_url(read_image(given, reader.policy, where))
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    rest = {name: value for name, value in record.items() if name not in (*_SHOWN, *_PICTURES)}
+    if (right := right_answer(record, where, reader)) is not None:
+        rest.setdefault("answer", right)
+    tools = {"tools": list(chat.tools)} if chat.tools else {}
+    return rest | tools | {"messages": [message(turn) for turn in chat.turns]}
+
+
+def as_json(record: Mapping[str, Any]) -> bytes:
+    """Return a record as JSON. Bytes and pictures become data URLs, arrays lists, others text."""
+
+    def portable(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return "data:application/octet-stream;base64," + base64.b64encode(value).decode()
+        if isinstance(value, PIL.Image.Image):
+            return _data_url(value)
+        return value.tolist() if hasattr(value, "tolist") else str(value)
+
+    return json.dumps(record, default=portable, ensure_ascii=False).encode()
+
+
+def _data_url(picture: PIL.Image.Image) -> str:
+    picture.save(file := io.BytesIO(), "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+async def run_program(
+    command: Sequence[str], given: bytes, more: Mapping[str, str], timeout_s: float
+) -> str:
+    """Run a program with this standard input and these variables, and return the end of its
+    standard output. Its processes are killed when it has ended. Raise AgentError if it fails or
+    takes longer."""
+    kept = {name: os.environ[name] for name in (*_KEPT, *_PYTHON) if name in os.environ}
+    pipe = asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            env={**kept, **more},
+            start_new_session=True,  # its own children end with it
+        )
+    except OSError as error:
+        raise AgentError(f"cannot be started: {error.strerror}") from None
+    assert process.stdin and process.stdout and process.stderr
+    outputs = [asyncio.create_task(_end_of(each)) for each in (process.stdout, process.stderr)]
+    try:
+        async with asyncio.timeout(timeout_s):
+            with suppress(ConnectionError):  # it may read less
+                process.stdin.write(given)
+                await process.stdin.drain()
+            process.stdin.close()
+            await process.wait()
+    except TimeoutError:
+        raise AgentError(f"took longer than rl.agent_timeout={timeout_s:g} seconds") from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        # A process in a session of its own may keep them open.
+        await asyncio.wait(outputs, timeout=_LAST_S)
+        for each in outputs:
+            each.cancel()
+        process._transport.close()  # type: ignore[attr-defined]
+    texts = [b"" if each.cancelled() or not each.done() else each.result() for each in outputs]
+    said, complaint = (text.decode(errors="replace").strip() for text in texts)
+    if process.returncode:
+        shown = escape_controls(complaint[-_COMPLAINT:])
+        raise AgentError(f"ended with exit status {process.returncode}: {shown}".rstrip(": "))
+    return said
+
+
+async def _end_of(output: asyncio.StreamReader) -> bytes:
+    """Read an output to its end, and return its last bytes."""
+    kept = b""
+    while more := await output.read(2**16):
+        kept = (kept + more)[-_OUTPUT_BYTES:]
+    return kept
+
+
+def printed_reward(output: str) -> Any:
+    """Return the JSON object with a reward that is the last line of an output, or None."""
+    with suppress(ValueError, RecursionError):
+        last = json.loads((output.splitlines() or [""])[-1])
+        if isinstance(last, dict) and "reward" in last:
+            return last
+    return None

@@ -1,0 +1,125 @@
+"""Server of agents on rank 0, and the episodes that their programs play at it."""
+
+import asyncio
+import shlex
+from collections.abc import Callable
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.process import print_to_user
+from megatron_vlm.engines.engine_kinds import engine_kind
+from megatron_vlm.errors import DataError
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.io.hub import folder_of
+from megatron_vlm.rl.agent_program import AgentError, printed_reward, run_program
+from megatron_vlm.rl.agent_requests import (
+    MODEL,
+    AgentEpisode,
+    AgentRequests,
+    PictureReader,
+    agent_app,
+    reward_of,
+)
+from megatron_vlm.serve.chat_texts import TokenizerTexts
+from megatron_vlm.serve.http.context import ServerFacts
+from megatron_vlm.serve.http.http_server import FrontServer
+from megatron_vlm.serve.http.request_bodies import RequestLimits
+from megatron_vlm.serve.requests_as_rows import RowReader
+from megatron_vlm.serve.sample_calls import SampleBounds, StopWords
+from megatron_vlm.user_code.environment import EnvStep
+from megatron_vlm.user_code.reward_child import WrongResultError
+from megatron_vlm.version import __version__
+
+# Returns the reward of an answer to this episode's record, if there is such a function.
+Rate = Callable[[str], "asyncio.Future[EnvStep]"]
+
+
+class AgentServer:
+    """HTTP server that all agents of a run ask, each at the address of its episode."""
+
+    def __init__(
+        self, cfg: Config, sizes: ModelSizes, pictures: int, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """`pictures`: maximum pictures of a row. `loop`: the event loop of the episodes."""
+        assert cfg.rl.agent is not None
+        self.rl, self.command = cfg.rl, shlex.split(cfg.rl.agent)
+        self.limits = RequestLimits(pictures=pictures)
+        texts = TokenizerTexts(cfg, sizes, self.limits.pixels)
+        added = texts.tokenizer.added_tokens_decoder.items()
+        special = {str(token): int(number) for number, token in added}
+        ends = texts.tokenizer.convert_tokens_to_ids(list(texts.ends))
+        longest = min(cfg.rl.max_tokens, sizes.text.max_positions)
+        bounds = SampleBounds(cfg.rl.max_new_tokens, longest, "this run (rl.max_tokens)")
+        self.requests = AgentRequests(loop, StopWords(tuple(ends), special.get), bounds)
+        self.rows = RowReader(cfg, str(folder_of(cfg.model.path)), sizes, self.limits.pixels)
+        kind = engine_kind(cfg.engine.name)
+        facts = ServerFacts(
+            *((MODEL,), longest, MODEL, MODEL, __version__, None, "", sizes.text.vocab),
+            *(kind.has_grammars, kind.has_penalties),
+        )
+        self.server = FrontServer(agent_app(self.requests, texts, self.limits, facts))
+        self.port = self.server.start()
+        self.told: set[str] = set()  # failures that were printed
+
+    def pictures(self) -> PictureReader:
+        """Return a reader for the episodes of a prompt."""
+        return PictureReader(self.rows)
+
+    async def play(self, asking: AgentEpisode, given: bytes, rate: Rate) -> None:
+        """Run the program for an episode, with this standard input, until it ends. A failure costs
+        the episode where rl.failed_reward is set, and otherwise raises an error that names the
+        record."""
+        episode = asking.episode
+        try:
+            step = await self._run(asking, given, rate)
+        except AgentError as error:
+            failed = DataError(
+                str(error),
+                place=episode.where,
+                key="rl.agent",
+                found=self.rl.agent,
+                remedy="mend it, or set rl.failed_reward=0 to give such episodes this reward",
+            )
+            if self.rl.failed_reward is None:
+                raise failed from None
+            if str(error) not in self.told:
+                self.told.add(str(error))
+                print_to_user(f"an episode has failed: {failed}")
+            step = EnvStep(self.rl.failed_reward, (), {"failed": 1.0})
+        episode.take(step)
+
+    async def _run(self, asking: AgentEpisode, given: bytes, rate: Rate) -> EnvStep:
+        """Return the reward: what was posted, or else printed, or else what rl.reward returns."""
+        base, output = f"http://127.0.0.1:{self.port}/e/{asking.id}", ""
+        told = {"REWARD_URL": f"{base}/reward"}
+        for api, path in (("OPENAI", "/v1"), ("ANTHROPIC", "/anthropic")):
+            told |= {f"{api}_BASE_URL": base + path, f"{api}_API_KEY": asking.id}
+            told |= {f"{api}_MODEL": MODEL}
+        self.requests.open[asking.id] = asking
+        try:
+            output = await run_program(self.command, given, told, self.rl.agent_timeout)
+        except AgentError:
+            if asking.reward is None and asking.broken is None:
+                raise
+        finally:
+            del self.requests.open[asking.id]
+            asking.has_ended = True
+        if asking.broken is not None:
+            raise asking.broken
+        if asking.reward is not None:
+            return asking.reward
+        try:
+            printed = printed_reward(output)
+            if printed is not None:
+                return reward_of(printed)
+        except WrongResultError as error:
+            raise AgentError(f"printed a reward, and {error}") from None
+        if self.rl.reward is not None:
+            return await rate((asking.episode.answers or [""])[-1])
+        raise AgentError(
+            'gave no reward: post one to REWARD_URL, print {"reward": NUMBER} as its last line, or '
+            "set rl.reward"
+        )
+
+    def close(self) -> None:
+        """End the server."""
+        self.server.stop()

@@ -1,0 +1,179 @@
+"""Agent programs for tests, as users write them: with Python's standard library alone.
+
+    python agent_program.py KIND
+
+The kinds are the functions below."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import zlib
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def post(url: str, body: Any) -> Any:
+    head = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), head)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        print(error.read().decode(), file=sys.stderr)
+        raise
+
+
+def ask(messages: list[Json], **more: Any) -> Json:
+    """Return the answer of the model, with its tokens."""
+    body = {"model": "policy", "messages": messages, "return_token_ids": True, **more}
+    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+
+
+def text_of(answer: Json) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def said(answer: Json) -> Json:
+    """Return an answer as a message. One without a text cannot be sent back."""
+    return {"role": "assistant", "content": text_of(answer).strip() or "nothing"}
+
+
+def grey(value: int) -> Json:
+    """Return a grey picture of 64 x 64 pixels, as a part of a message."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        size, check = len(data).to_bytes(4, "big"), zlib.crc32(kind + data).to_bytes(4, "big")
+        return size + kind + data + check
+
+    head = (64).to_bytes(4, "big") * 2 + bytes([8, 0, 0, 0, 0])
+    rows = zlib.compress((b"\0" + bytes([value]) * 64) * 64)
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    url = "data:image/png;base64," + base64.b64encode(png).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def user(*parts: Json | str) -> Json:
+    content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
+    return {"role": "user", "content": content}
+
+
+def reward(value: float, **figures: float) -> None:
+    post(os.environ["REWARD_URL"], {"reward": value, **figures})
+
+
+def two_turns(record: Json) -> None:
+    """Ask twice; the second turn has a picture of its own."""
+    first = ask(record["messages"])
+    messages = [*record["messages"], said(first), user(grey(99), "again?")]
+    second = ask(messages)
+    reward(len(text_of(second)) % 5, turns=2)
+
+
+def compaction(record: Json) -> None:
+    """Go on without the first turn, and return to the whole conversation."""
+    first = ask(record["messages"])
+    ask([user(grey(99), "in short: " + text_of(first))])
+    ask([*record["messages"], said(first), user("and?")])
+    print(json.dumps({"reward": 2}))
+
+
+def parallel(record: Json) -> None:
+    """Ask the same twice at a time, then continue one of the answers."""
+    answers: list[Json] = []
+
+    def one() -> None:
+        answers.append(ask(record["messages"]))
+
+    threads = [threading.Thread(target=one) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ask([*record["messages"], said(answers[1]), user("and?")])
+    reward(1)
+
+
+def anthropic(record: Json) -> None:
+    """Ask at Anthropic's address, with a picture in the result of a tool."""
+    source = {"type": "base64", "media_type": "image/png"}
+    data = grey(7)["image_url"]["url"].partition(",")[2]
+    picture = {"type": "image", "source": {**source, "data": data}}
+    call = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [picture]}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    body = {"model": "policy", "max_tokens": 9, "messages": messages}
+    post(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", body)
+    reward(3)
+
+
+def judged(record: Json) -> None:
+    """Leave the reward to rl.reward."""
+    ask(record["messages"])
+    print("42")
+
+
+def refused(record: Json) -> None:
+    """Ask for what is refused, and print the answers' statuses."""
+    statuses = []
+    for body in (
+        {"model": "gpt-4o", "messages": record["messages"]},
+        {"model": "policy", "messages": [user({"type": "image_url", "image_url": "/etc/a.png"})]},
+        {"model": "policy", "messages": [user({"type": "image_url", "image_url": "http://a/b"})]},
+        {"model": "policy", "messages": record["messages"], "top_logprobs": 2, "logprobs": True},
+    ):
+        try:
+            post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+        except urllib.error.HTTPError as error:
+            statuses.append(error.code)
+    ask(record["messages"])
+    reward(1)
+    for late in (lambda: ask(record["messages"]), lambda: reward(2)):
+        try:
+            late()
+        except urllib.error.HTTPError as error:
+            statuses.append(error.code)
+    if statuses != [404, 400, 400, 400, 410, 409] or "SECRET" in os.environ:
+        sys.exit(f"statuses {statuses}")
+
+
+def many(record: Json) -> None:
+    while True:
+        ask(record["messages"])
+
+
+def hangs(record: Json) -> None:
+    child = [sys.executable, "-c", "import time; time.sleep(999)", os.environ["REWARD_URL"]]
+    subprocess.Popen(child)
+    time.sleep(999)
+
+
+def exits(record: Json) -> None:
+    ask(record["messages"])
+    sys.exit("no tool today")
+
+
+def silent(record: Json) -> None:
+    ask(record["messages"])
+
+
+def floods(record: Json) -> None:
+    for _ in range(300):
+        print("x" * 9999, file=sys.stderr)
+        print("x" * 9999)
+    ask(record["messages"])
+    print(json.dumps({"reward": "much"}))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](json.load(sys.stdin))
