@@ -36,9 +36,9 @@ def reentrant_list_of_features(_right: Any) -> Any:
     """Run the tower under one reentrant checkpoint that returns the DeepStack features in a
     list."""
 
-    def run(tower, patches, inputs):
+    def run(tower, patches, plan, own):
         def body(x):
-            out = tower(x, **inputs)
+            out = tower(x, **plan.of_patches, **plan.of_host, starts=plan.starts)
             return out.pooler_output, out.deepstack_features
 
         main, deepstack = checkpoint(body, patches.requires_grad_(), use_reentrant=True)

@@ -133,7 +133,15 @@ def config_json(folder: Path) -> Attempt:
         # Counts that are refused early would be refused later, too.
         assert failure is None, failure
         text, vision = sizes.text, sizes.vision
-        others = ["inputs", "gated", "layers", "norm_eps", "rotary", "logit_cap", "embed_scale"]
+        others = [
+            "patch_inputs",
+            "gated",
+            "layers",
+            "norm_eps",
+            "rotary",
+            "logit_cap",
+            "embed_scale",
+        ]
         others += ["pad_id", "centered_norms", "window", "sees_image", "values_are_keys"]
         of_layers = [part for layer in text.kinds for part in (layer.mixer, layer.ffn)]
         for part in (text, vision, *of_layers):
