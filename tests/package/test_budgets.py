@@ -28,7 +28,7 @@ BUDGETS = {
     "commands": 19,
     "words of docs": 61_480,
     "words of README": 466,
-    "lines of tests": 75_160,
+    "lines of tests": 75_180,
 }
 ROW = re.compile(r"^\| ([\d,]+) \| \S.{20,} \|$", re.MULTILINE)  # of the table in CHANGELOG.md
 
