@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vlm.config.checks import check_training, require
+from megatron_vlm.config.evaluation_checks import has_rewards
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import OWN, Config, LoraConfig, ServeConfig, check_of, get
 from megatron_vlm.errors import ConfigError
@@ -32,7 +33,6 @@ def check_rl(cfg: Config) -> Iterator[ConfigError]:
         yield ConfigError(
             "shows a teacher another prompt, and an agent makes its prompts by itself",
             key="teacher.view",
-            found=cfg.teacher.view,
             remedy="leave it out",
         )
     for key in ("rl.reward", "rl.environment", "teacher.view"):
@@ -116,11 +116,6 @@ def _reward_errors(cfg: Config) -> Iterator[ConfigError]:
 def needs_comparison(cfg: Config) -> bool:
     """Return whether the answers to a prompt are compared with each other by their rewards."""
     return has_rewards(cfg) and cfg.rl.advantage != "none"
-
-
-def has_rewards(cfg: Config) -> bool:
-    """Return whether answers get rewards. A teacher alone needs none."""
-    return any(each is not None for each in (cfg.rl.reward, cfg.rl.environment, cfg.rl.agent))
 
 
 def needs_held_out_rewards(cfg: Config) -> bool:

@@ -178,12 +178,17 @@ def _is_taken(name: str, metric: str) -> bool:
     return is_user_metric(metric) and (name in scores | fields or name.startswith("blind_"))
 
 
+def has_rewards(cfg: Config) -> bool:
+    """Return whether answers get rewards. A teacher alone needs none."""
+    return any(each is not None for each in (cfg.rl.reward, cfg.rl.environment, cfg.rl.agent))
+
+
 def _best_errors(best: str, cfg: Config) -> Iterator[ConfigError]:
     measured = loss_scores(cfg)
     for metric in answer_metrics(cfg):
         measured += BUILT_IN_METRICS.get(metric, (metric_name(metric),))
     measured += ["ranking"] if cfg.eval.candidates is not None else []
-    if any(each is not None for each in (cfg.rl.reward, cfg.rl.environment, cfg.rl.agent)):
+    if has_rewards(cfg):
         measured = [] if cfg.rl.eval_scores == "reward" else measured
         measured += ["reward"] if cfg.rl.eval_scores != "loss" else []
     # A user's function may return several numbers, whose names begin with its own.

@@ -6,7 +6,8 @@ from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.config.command_checks import has_rewards, needs_held_out_rewards
+from megatron_vlm.config.command_checks import needs_held_out_rewards
+from megatron_vlm.config.evaluation_checks import has_rewards
 from megatron_vlm.config.teachers import needs_initial_model
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures, StepBatch

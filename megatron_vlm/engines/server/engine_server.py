@@ -184,8 +184,8 @@ class Server:
                 if adapter_folder is None
                 else self.adapters.request_for(self.engine, adapter_folder)
             )
+            forbidden = forbid(never, self.engine)
             for place, seed in enumerate(seeds):
-                forbidden = forbid(never, self.engine)
                 params = sampling_params(settings, forbidden, seed, self.special, streamed)
                 params.routed_experts_prompt_start = routing_start or 0
                 name = f"{number}-{place}"
