@@ -7,7 +7,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.config import load_config
 from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
@@ -19,6 +21,7 @@ from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import rank_of_process, run_process, world_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.export_folder import check_push
+from megatron_vlm.run import python_api
 from megatron_vlm.run.log import check_sinks
 from megatron_vlm.run.saved_config import check_unnamed, with_model
 from megatron_vlm.training.lr_schedule import lr_at
@@ -80,5 +83,15 @@ def compose_config(
     return with_model(cfg, saved=saved)
 
 
+class _TrainModule(ModuleType):
+    """This module, called as the function `megatron_vlm.train`, whose name it takes once it is
+    imported."""
+
+    def __call__(self, *settings: str, **keys: Any) -> Path:
+        """Train as `megatron-vlm train` does."""
+        return python_api.train(*settings, **keys)
+
+
 if __name__ == "__main__":
     sys.exit(run_process(run_train, sys.argv[1:]))
+sys.modules[__name__].__class__ = _TrainModule

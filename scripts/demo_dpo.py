@@ -17,7 +17,14 @@ from demo import run
 WANTED = 0.9  # exact match on held-out questions after DPO
 WORDY, PAIRS = 1600, 800  # records
 WORDS = ("obviously it is {}", "well, {}, I would say")
-COMMON = ["model=tiny_cpu", "parallel.pp=2", "train=demo", "data=shapes", "log.every=10"]
+COMMON = [
+    "model=tiny_cpu",
+    "parallel.pp=2",
+    "train=demo",
+    "optim.name=adamw",
+    "data=shapes",
+    "log.every=10",
+]
 
 
 def write_answers(shapes: Path, out: Path) -> None:

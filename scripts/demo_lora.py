@@ -32,7 +32,13 @@ THINGS = {
     "orange": "carrot",
     "purple": "aubergine",
 }
-SETTINGS = ["optim.lr=5e-3", "optim.warmup_steps=10", "data.shuffle=true", "eval.every=250"]
+SETTINGS = [
+    "optim.name=adamw",
+    "optim.lr=5e-3",
+    "optim.warmup_steps=10",
+    "data.shuffle=true",
+    "eval.every=250",
+]
 
 
 def write_things(out: Path) -> None:

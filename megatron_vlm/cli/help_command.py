@@ -4,6 +4,7 @@ pasted into a shell."""
 import argparse
 import difflib
 import inspect
+import json
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -74,7 +75,7 @@ Commands = Mapping[str, argparse.ArgumentParser]
 
 def add_help_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the topic."""
-    about = "a command, a key (optim.lr), a group (optim), a recipe (lora=all), or a word"
+    about = "a command, a key (optim.lr), a group (optim), a recipe (lora=all), a word, or schema"
     parser.add_argument("topic", nargs="*", metavar="TOPIC", help=about)
 
 
@@ -83,7 +84,7 @@ def help_(args: argparse.Namespace) -> None:
 
     Show the --help of a command, or the meaning, type, default and range of a configuration key,
     with the recipes that set it and the names that other trainers have for it. A word lists the
-    keys whose name or meaning has it.
+    keys whose name or meaning has it. `schema` prints the JSON schema of --config files.
 
     example: megatron-vlm help optim.lr
     """
@@ -95,6 +96,10 @@ def explain_command_or_key(root: argparse.ArgumentParser, commands: Commands, to
     command; a dot after it, as in `train.`, means the group."""
     if not topic:
         root.print_help()
+    elif topic == "schema":
+        from megatron_vlm.config.json_schema import config_schema
+
+        print(json.dumps(config_schema(), indent=1))
     elif topic in commands:
         from megatron_vlm.config.key_hints import group_names
 

@@ -5,16 +5,20 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft7Validator
 
 from megatron_vlm.cli import main
 from megatron_vlm.cli.parser import make_parser
 from megatron_vlm.commands.eval import locate
 from megatron_vlm.config import ConfigFile, from_yaml, load_config, to_yaml
 from megatron_vlm.config.arguments import parse_arguments, read_configuration
-from megatron_vlm.config.config_file import MAX_CONFIG_BYTES
+from megatron_vlm.config.config_file import MAX_CONFIG_BYTES, YamlText
 from megatron_vlm.config.data_sources import SourceSpec
+from megatron_vlm.config.json_schema import config_schema
+from megatron_vlm.config.key_hints import config_dir
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.train import run_train
@@ -280,3 +284,50 @@ def test_cfg_shows_what_the_file_resolves_to(tmp_path, capfd):
     output = capfd.readouterr().out
     cfg = load_config(["run=r"], ConfigFile.parse(MINE, "my.yaml"))
     assert from_yaml(output) == cfg
+
+
+READ_BY_ALL = """\
+optim: {name: muon, lr: 1e-5, muon: {momentum: 0.9}}
+optim.lr: 1
+parallel: {pp: 2, layers_per_stage: auto}
+parallel: {pp: 2, layers_per_stage: [2, 3]}
+data: {train: a.jsonl, eval: {charts: c.jsonl}}
+data: {train: [a.jsonl, {path: b, weight: 2}], eval: null}
+train: {steps: 3}
+eval: {every: 1}
+eval: {every: 100}
+run: 2024
+log:"""
+REFUSED_BY_ALL = """\
+optim: {lr: -1}
+optim: {lr: fast}
+optim: {learning_rate: 1}
+optim: {muon: {momentum: 2}}
+optim: muon
+parallel: {tp: 0}
+parallel: {tp: 1.5}
+parallel: {layers_per_stage: [-1]}
+data: {train: [{path: b, weigth: 2}]}
+train: {objective: sftt}
+eval: {candidates: {a: b}}
+defaults: [{model: qwen}]
+defaults: [{models: tiny_cpu}]
+defaults: tiny_cpu
+optimizer: {lr: 1}"""
+
+
+def test_an_editor_with_the_schema_marks_what_is_refused_and_nothing_else():
+    validator = Draft7Validator(config_schema())
+    validator.check_schema(validator.schema)
+    whole = to_yaml(load_config(["model.path=x", "data=shapes"], ConfigFile.parse(MINE, "my.yaml")))
+    recipes = [file.read_text() for file in config_dir().glob("*/*.yaml")]
+    texts = [MINE, whole, *(text for text in recipes if "_global_" in text)]
+    for text in (*texts, *READ_BY_ALL.splitlines()):
+        file = YamlText("")
+        assert [*validator.iter_errors(file.value(file.root(text)))] == [], text
+    for text in READ_BY_ALL.splitlines():
+        from_yaml(whole, (), ConfigFile.parse(text, "my.yaml"))
+    for text in REFUSED_BY_ALL.splitlines():
+        assert not validator.is_valid(yaml.safe_load(text)), text
+        with pytest.raises(ConfigError):
+            load_config([], ConfigFile.parse(text, "my.yaml"))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 import megatron_vlm
+from megatron_vlm.errors import MegatronVLMError
 from tests.package.test_docs import ROOT, blocks, notebook_cells
 
 EXAMPLES = sorted((ROOT / "scripts" / "rl").glob("*.py"))
@@ -116,3 +117,15 @@ def test_entrances(name):
     command = [sys.executable, "-m", module, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"usage: python -m {module} ")
+
+
+def test_the_commands_are_functions():
+    import megatron_vlm.train  # the module takes the name of the function
+
+    assert callable(megatron_vlm.train) and callable(megatron_vlm.evaluate)
+    with pytest.raises(MegatronVLMError, match=r"^Python, line \d: optim\.lr=-1"):
+        megatron_vlm.train("model.path=x", model="tiny_cpu", data="shapes", optim={"lr": -1.0})
+    with pytest.raises(MegatronVLMError, match="nowhere"):
+        megatron_vlm.evaluate("nowhere", "data.seed=x")
+    with pytest.raises(MegatronVLMError, match="nowhere"):
+        megatron_vlm.chat("nowhere", "-What is it?", images=["a.png"])

@@ -106,11 +106,12 @@ def shell(line):
 @pytest.mark.rotate(1, group="walks of the quickstart")
 @pytest.mark.timeout(1800)
 def test_the_notebook_runs(installed, tmp_path):
-    """Its cells in one process, as a kernel does: a line that begins with ! goes to the shell."""
+    """Its cells in one process, as a kernel does: a line that begins with ! goes to the shell. The
+    last cell asserts that 9 of 10 answers about other pictures are right."""
     lines = "\n".join(notebook_cells("code")).splitlines()
     script = [f"shell({line[1:]!r})" if line.startswith("!") else line for line in lines]
-    assert sum(line.startswith("shell") for line in script) >= 6
+    assert sum(line.startswith("shell") for line in script) >= 5
     notebook = ROOT / "docs" / "quickstart.ipynb"
     block = Block(notebook, 1, "python test", _SHELL + "\n".join(script))
     said = run_block(block, tmp_path, installed.python)
-    assert "step 26" in said and "What colour is the triangle? ->" in said, said
+    assert "step 121" in said and "What shape is the" in said, said
