@@ -84,8 +84,8 @@ def compose_config(
 
 
 class _TrainModule(ModuleType):
-    """This module, called as the function `megatron_vlm.train`, whose name it takes once it is
-    imported."""
+    """Module that can be called as the function `megatron_vlm.train`, whose name it takes once
+    it is imported."""
 
     def __call__(self, *settings: str, **keys: Any) -> Path:
         """Train as `megatron-vlm train` does."""
