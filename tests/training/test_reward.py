@@ -20,12 +20,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 
+from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.data_sources import parse_sources
-from megatron_vlm.config.objective_configs import RewardConfig
+from megatron_vlm.config.objective_configs import PreferenceConfig, RewardConfig
 from megatron_vlm.config.schema import Config, DataConfig, LoraConfig
 from megatron_vlm.data.batches.micro_batch import REJECTED
+from megatron_vlm.data.records.preferences import split_margin
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.lora.peft_folder import ADAPTER_FILE
 from megatron_vlm.training import run_objective
 from megatron_vlm.training.stage_inputs import RowInputs
@@ -33,6 +37,7 @@ from tests.run.test_train import run_rank
 from tests.support.batches import SHALLOW
 from tests.support.chats import hf_encode, hf_processor, say
 from tests.support.comparison import check_worst, relative_errors
+from tests.support.error_fields import raises
 from tests.support.peft_reference import Adapter, as_ours, peft_model, save, trained
 from tests.support.reference import grads_of, inputs_of, load_reference
 from tests.support.runs import Case
@@ -208,6 +213,36 @@ def test_loss_and_gradients(name, pool, scored, written, adapter_of, expected, r
     assert result.scores["reward_accuracy"] == pytest.approx(theirs.accuracy)
     assert 0 < theirs.accuracy < 1
     check_worst(errors_of(result, theirs), TOLERANCE, record_property)
+
+
+def test_a_new_head_is_as_in_transformers_and_the_same_in_every_run(tiny):
+    values = []
+    for _ in range(2):
+        source = HFCheckpoint(tiny(hidden=256), (), has_score=True)
+        source.read_headers()
+        assert source.has_new_score
+        values.append(source.read(SCORE, ()))
+    assert torch.equal(*values) and values[0].shape == (1, 256)
+    assert float(values[0].std()) == pytest.approx(0.02, rel=0.15)
+
+
+def test_settings_and_margins_that_cannot_work(tiny):
+    base = config_of(tiny(), layout(), "x.jsonl")
+    check_values(base)
+    wrong = {
+        "eval.generate": replace(base, eval=replace(base.eval, generate=True)),
+        "data.truncation": replace(base, data=replace(base.data, truncation="image_safe")),
+        "preference.losses": replace(base, preference=PreferenceConfig(losses=("sigmoid",))),
+    }
+    for key, cfg in wrong.items():
+        with raises(ConfigError, key=key):
+            check_values(cfg)
+    assert split_margin({"a": 1, "margin": -2}) == ({"a": 1}, -2.0)
+    assert split_margin({"a": 1, "margin": None}) == ({"a": 1}, 0.0)
+    assert split_margin({"a": 1, "margin": "much"}, ["margin"]) == ({"a": 1}, 0.0)
+    for margin in ("1", True, float("nan"), [1]):
+        with raises(DataError, key="margin"):
+            split_margin({"margin": margin})
 
 
 def patched_loss(change: Callable[..., tuple[Any, ...]]) -> Any:

@@ -73,7 +73,6 @@ TRAINING_NAMES = {
         "stage do_train rlhf_type task_type num_labels problem_type"
     ),
     "megatron-vlm eval RUN --predictions FILE writes the answers to a data set": "do_predict",
-    "reward.center_coef keeps the rewards of a reward model around 0": "center_rewards_coefficient",
     "train.objective is sft, dpo, ipo, kto, orpo, simpo or cpo, preference.losses and "
     "preference.beta choose the loss, and preference.reference says where the reference is from: "
     "see docs/preferences.md": "ref_model reference_free dpo_* kto_* orpo_* pref_* cpo_*",
