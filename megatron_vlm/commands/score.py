@@ -154,9 +154,9 @@ def _locate(
 
 
 def _check_data(cfg: Config) -> None:
-    if spec_of(cfg).records == "query":
+    if spec_of(cfg).records in ("query", "rated_pair"):
         raise ConfigError(
-            "has records without answers, so they have no log-probs",
+            "writes no answers, so there are no log-probs",
             key="train.objective",
             found=cfg.train.objective,
             remedy="give train.objective=sft for chats, or dpo or kto for preferences",

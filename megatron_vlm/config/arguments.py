@@ -22,7 +22,7 @@ _OTHER_COMMANDS = {
     "did you mean train? It learns from the scores of a teacher with train.objective=distill, and "
     "megatron-vlm score writes them": "kd",
     "did you mean score? It writes log-probs and perplexities": "perplexity ppl logprobs logits",
-    "no reward model is trained; train.objective=dpo learns from preferences directly": "rm reward",
+    "did you mean train? It learns a reward model with train.objective=reward": "rm reward",
     "did you mean rl? It learns from a teacher with rl=distill, and train does from stored scores "
     "with train.objective=distill": "gkd distill distillation opd",
     "did you mean train? It learns them with train.objective=embed or rerank": (

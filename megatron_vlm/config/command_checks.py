@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vlm.config.checks import check_training, require
-from megatron_vlm.config.evaluation_checks import has_rewards
+from megatron_vlm.config.evaluation_checks import has_rewards, reward_model_of
 from megatron_vlm.config.optimizer_spec import optimizer_spec
-from megatron_vlm.config.schema import OWN, Config, LoraConfig, ServeConfig, check_of, get
+from megatron_vlm.config.schema import OWN, Config, LoraConfig, RlConfig, ServeConfig, check_of, get
 from megatron_vlm.errors import ConfigError
 
 
@@ -35,7 +35,10 @@ def check_rl(cfg: Config) -> Iterator[ConfigError]:
             key="teacher.view",
             remedy="leave it out",
         )
-    for key in ("rl.reward", "rl.environment", "teacher.view"):
+    if (folder := reward_model_of(rl)) is not None:
+        yield from _reward_model_errors(rl, folder)
+    names = () if folder is not None else ("rl.reward",)
+    for key in (*names, "rl.environment", "teacher.view"):
         yield from _target_errors(key, get(cfg, key))
     if cfg.data.is_stream:
         raise ConfigError(
@@ -110,6 +113,21 @@ def _reward_errors(cfg: Config) -> Iterator[ConfigError]:
             key="rl.eval_scores",
             remedy="give rl.eval_scores=loss, or a reward; with rl.advantage=none it is only "
             "reported",
+        )
+
+
+def _reward_model_errors(rl: RlConfig, folder: str) -> Iterator[ConfigError]:
+    if not (Path(folder).expanduser() / "config.json").is_file():
+        yield ConfigError(
+            f": there is no model in {folder}",
+            key="rl.reward",
+            remedy="give model:FOLDER, an export of a run with train.objective=reward",
+        )
+    if rl.agent is not None:
+        yield ConfigError(
+            ": a reward model scores single answers, and rl.agent is set",
+            key="rl.reward",
+            remedy="give a function, or let the agent post its reward",
         )
 
 

@@ -25,6 +25,7 @@ RECORD_FIELDS = (
     *("solution", "text", "caption", "texts", "system", "system_prompt", "tools", "functions"),
     *("image", "images", "video", "videos", "objects", "chunks", "mask"),
     *("chosen", "rejected", "rejected_response", "rejected_messages", "label", "kto_tag"),
+    "margin",
 )
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "weight")
 ROLES = ("system", "user", "assistant", "tool", "function_call")

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import NoneType
 
 from megatron_vlm.config.data_sources import HELD_OUT
-from megatron_vlm.config.schema import Config, check_of
+from megatron_vlm.config.schema import Config, RlConfig, check_of
 from megatron_vlm.errors import ConfigError
 
 # The interval of eval.every=null and checkpoint.every=null: what comes first of the two.
@@ -59,6 +59,8 @@ def held_out_names(cfg: Config) -> list[str]:
 
 def loss_scores(cfg: Config) -> list[str]:
     """Return the scores of a set that need no generated answers."""
+    if cfg.train.objective == "reward":
+        return ["loss", "reward_accuracy", "rewards_margin"]
     if cfg.train.objective not in ("embed", "rerank"):
         return ["loss", "token_accuracy"]
     ks = cfg.eval.recall_at
@@ -176,6 +178,12 @@ def _is_taken(name: str, metric: str) -> bool:
     fields = {"loss", "token_accuracy", "ranking", "samples", "seconds", "step", "name", "metrics"}
     fields.add("needs_picture")
     return is_user_metric(metric) and (name in scores | fields or name.startswith("blind_"))
+
+
+def reward_model_of(rl: RlConfig) -> str | None:
+    """Return the folder of rl.reward=model:FOLDER; None if a function gives the rewards."""
+    kind, _, folder = (rl.reward or "").partition(":")
+    return folder if kind == "model" else None
 
 
 def has_rewards(cfg: Config) -> bool:

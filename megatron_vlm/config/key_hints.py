@@ -38,7 +38,7 @@ _NO_CRITIC = (
     "no critic is trained: rl=grpo and rl=rloo compare the answers to one prompt, and rl.loss=ppo "
     "clips the ratio as PPO does"
 )
-_OBJECTIVES = ("sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "embed", "rerank")
+_OBJECTIVES = ("sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "reward", "embed", "rerank")
 # Values of other trainers, by group.
 _VALUES = {
     "train": {name: f"did you mean train.objective={name}?" for name in _OBJECTIVES},

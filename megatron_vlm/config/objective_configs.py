@@ -1,4 +1,5 @@
-"""Keys of objectives: preferences, distillation from stored targets, embeddings and rerankers."""
+"""Keys of objectives: preferences, reward models, distillation from stored targets, embeddings and
+rerankers."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -52,13 +53,14 @@ class RetrievalForm:
 
 
 ObjectiveName = Literal[
-    "sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "distill", "embed", "rerank"
+    "sft", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "reward", "distill", "embed", "rerank"
 ]
 Divergence = Literal["forward", "reverse", "jsd"]
 Reference = Literal["keep", "adapters_off", "model"]
 # What a record of data.train is: a chat; a prompt for samples; a prompt with a better and a worse
-# answer; an answer with the label good or bad; a query with its documents.
-RecordName = Literal["chat", "prompt", "pair", "label", "query"]
+# answer; the same for a reward model; an answer with the label good or bad; a query with its
+# documents.
+RecordName = Literal["chat", "prompt", "pair", "rated_pair", "label", "query"]
 RecordKind = RecordName | RetrievalForm
 
 
@@ -76,6 +78,13 @@ class PreferenceConfig:
     discopop_tau: AboveZero = 0.05  # temperature of discopop
     desirable_weight: NonNegative = 1.0  # weight of good answers in kto
     undesirable_weight: NonNegative = 1.0  # weight of bad answers in kto
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Reward models: a scalar head, trained on preferences. See docs/preferences.md."""
+
+    center_coef: NonNegative = 0.0  # coefficient of the squared sum of a pair's rewards, as in TRL
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,12 @@ def _retrieval_errors(cfg: Config) -> Iterator[ConfigError]:
             key="data.system",
             remedy=f"set {name}.instruction",
         )
-    if cfg.data.truncation == "image_safe":
-        yield ConfigError(
-            f": train.objective={name} reads the last token of a row, which a cut would remove",
-            key="data.truncation",
-            allowed=("error", "drop"),
-        )
     ks = cfg.eval.recall_at
     if not ks or len(set(ks)) < len(ks) or any(type(k) is not int for k in ks):
         yield ConfigError(
             key="eval.recall_at", allowed="whole numbers, each once, such as [1,5,10]"
         )
-    yield from _answer_errors(cfg)
+    yield from _answer_errors(cfg, "recall and nDCG")
     if name == "embed":
         yield from _embed_errors(cfg)
     elif cfg.rerank.positive_token == cfg.rerank.negative_token:
@@ -46,13 +40,21 @@ def _retrieval_errors(cfg: Config) -> Iterator[ConfigError]:
         )
 
 
-def _answer_errors(cfg: Config) -> Iterator[ConfigError]:
+def _answer_errors(cfg: Config, measured: str) -> Iterator[ConfigError]:
+    """Refuse cut rows and generated answers where a model only reads the last token of a row."""
+    name = cfg.train.objective
+    if cfg.data.truncation == "image_safe":
+        yield ConfigError(
+            f": train.objective={name} reads the last token of a row, which a cut would remove",
+            key="data.truncation",
+            allowed=("error", "drop"),
+        )
     for key in ("eval.generate", "eval.metrics", "eval.candidates"):
         if get(cfg, key):
             yield ConfigError(
-                f": with train.objective={cfg.train.objective} the model writes no answers",
+                f": with train.objective={name} the model writes no answers",
                 key=key,
-                remedy="leave it out; recall and nDCG are always measured",
+                remedy=f"leave it out; {measured} are always measured",
             )
 
 
@@ -130,6 +132,7 @@ OBJECTIVES: dict[objective_configs.ObjectiveName, ObjectiveSpec] = {
     "orpo": ObjectiveSpec("pair", ("orpo",), sft_coef=1.0),
     "simpo": ObjectiveSpec("pair", ("simpo",)),
     "cpo": ObjectiveSpec("pair", ("cpo", "hinge", "ipo"), sft_coef=1.0),
+    "reward": ObjectiveSpec("rated_pair"),
     "distill": ObjectiveSpec("chat"),
     "embed": ObjectiveSpec("query"),
     "rerank": ObjectiveSpec("query"),
@@ -241,6 +244,8 @@ def check_objective(cfg: Config) -> Iterator[ConfigError]:
             key="data.train_on",
             allowed=("all_assistant", "last_assistant"),
         )
+    if spec.records == "rated_pair":
+        yield from _answer_errors(cfg, "loss and accuracy")
     yield from _smoothing_errors(cfg)
     yield from _reference_errors(cfg)
 

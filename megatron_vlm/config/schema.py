@@ -35,6 +35,7 @@ from megatron_vlm.config.objective_configs import (
     ObjectiveName,
     PreferenceConfig,
     RerankConfig,
+    RewardConfig,
 )
 from megatron_vlm.errors import ConfigError
 
@@ -266,7 +267,7 @@ class LogConfig:
 class RlConfig:
     """Reinforcement learning: `megatron-vlm rl`. See docs/rl.md."""
 
-    reward: str | None = None  # FILE.py:NAME or MODULE:NAME: a function of a record and an answer
+    reward: str | None = None  # FILE.py:NAME or MODULE:NAME, a function; or model:FOLDER
     environment: str | None = None  # instead: the class of an episode with several turns
     agent: str | None = None  # instead: a command that asks the model by itself; see docs/rl.md
     agent_timeout: AboveZero = 1800.0  # maximum seconds of an agent's episode
@@ -375,6 +376,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     rerank: RerankConfig = field(default_factory=RerankConfig)

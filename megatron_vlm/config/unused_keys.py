@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from megatron_vlm.config.config_file import ConfigFile
-from megatron_vlm.config.evaluation_checks import held_out_names
+from megatron_vlm.config.evaluation_checks import held_out_names, reward_model_of
 from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config, get
 from megatron_vlm.config.trainable import learns
@@ -61,6 +61,8 @@ def _unused(cfg: Config, command: str, decides: bool) -> Iterator[tuple[str, str
         (optim.schedule != "wsd", "optim.decay_ratio", f"with optim.schedule={optim.schedule}"),
         (not cfg.data.is_stream, "data.shuffle_window", "without a stream in data.train"),
         (spec_of(cfg).records not in ("pair", "label"), "preference", objective),
+        (train.objective != "reward", "reward", objective),
+        (reward_model_of(cfg.rl), "rl.failed_reward", f"with rl.reward={cfg.rl.reward}"),
         (train.objective != "embed", "embed", objective),
         (train.objective != "rerank", "rerank", objective),
         (cfg.teacher.path is None, "distill", "without teacher.path"),

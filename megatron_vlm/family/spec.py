@@ -4,7 +4,7 @@ The name table, loading, checkpoints, the memory estimate, FLOPs and the start-u
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -30,11 +30,16 @@ class Part(StrEnum):
     embed = "embed"
     decoder = "decoder"
     head = "head"
+    score = "score"  # the scalar head of a reward model
 
     @property
     def switch(self) -> str:
         """Suffix of model.freeze_*, and prefix of optim.*_lr, that governs the part."""
         return self.value if self in (Part.vision, Part.merger) else "language"
+
+
+# The head of a reward model, under the name that it has in transformers.
+SCORE = "score.weight"
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,19 @@ class ModelSizes:
     def with_head(self) -> tuple[TensorSpec, ...]:
         """The tensors, and the head's weight even if it is tied: every tensor that may have an
         adapter. The adapter of a tied head leaves the embedding as it is."""
-        return (*self.tensors, self.head) if self.tied else self.tensors
+        return (*self.tensors, self.head) if self.tied and not self.has_score else self.tensors
+
+    @property
+    def has_score(self) -> bool:
+        """True for a reward model, which has a scalar head."""
+        return self.tensors[-1].part is Part.score
+
+    def with_score(self) -> "ModelSizes":
+        """Return the sizes of the reward model: a scalar head in place of that of the vocabulary,
+        which is left out as a tied one is."""
+        score = TensorSpec(SCORE, (1, self.text.hidden), Part.score)
+        body = (tensor for tensor in self.tensors if tensor.part is not Part.head)
+        return replace(self, tied=True, tensors=(*body, score))
 
 
 def text_tensors(text: TextSizes, names: HFNames) -> Iterator[TensorSpec]:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.added_tokens import changed_json
@@ -73,6 +74,16 @@ def remove_quantization(folder: Path) -> None:
     """Record that no weight is stored in 4 bits any longer."""
     with changed_json(folder / "config.json") as config:
         config.pop("quantization_config", None)
+
+
+def set_score_class(folder: Path, family: str) -> None:
+    """Record that the model has a scalar head: the class that transformers has for it, or would
+    have, and the padding by which that finds the last token of each row."""
+    with changed_json(folder / "config.json") as config:
+        config["architectures"] = [f"{family}ForSequenceClassification"]
+        config["id2label"], config["label2id"] = {"0": "reward"}, {"reward": 0}
+        if config["text_config"].get("pad_token_id") is None:
+            config["text_config"]["pad_token_id"] = read_tokenizer(str(folder)).pad_token_id
 
 
 def digests(source: HFCheckpoint) -> dict[str, str]:

@@ -18,7 +18,7 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import receive_json, send_json
 from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.checkpoint_files import copy_files, remove_quantization, untie
+from megatron_vlm.hf.checkpoint_files import copy_files, remove_quantization, set_score_class, untie
 from megatron_vlm.hf.export_folder import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, WEIGHTS_FILE, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
@@ -240,6 +240,9 @@ class _ShardWriter:
             self.source.new_tokens.write(self.folder)
         if self.source.is_untied:
             untie(self.folder)
+        if self.source.sizes.has_score:
+            family = type(self.source.config).__name__.removesuffix("Config")
+            set_score_class(self.folder, family)
         if self.source.in_blocks:
             remove_quantization(self.folder)
 

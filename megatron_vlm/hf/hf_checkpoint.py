@@ -15,9 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.added_tokens import find_new_tokens
+from megatron_vlm.family.spec import SCORE
 from megatron_vlm.hf.block_weight import StoredBlocks, find_blocks
 from megatron_vlm.hf.expert_layouts import ExpertStorage, Span, find_form, slices_of
 from megatron_vlm.io.hub import folder_of, pin
@@ -45,8 +47,9 @@ class TensorInfo:
 class HFCheckpoint:
     """Checkpoint whose headers are read at once, and whose data is read slice by slice."""
 
-    def __init__(self, path: str | Path, add_tokens: Sequence[str] = ()):
-        """Open the checkpoint. `add_tokens` is data.add_tokens."""
+    def __init__(self, path: str | Path, add_tokens: Sequence[str] = (), has_score: bool = False):
+        """Open the checkpoint. `add_tokens` is data.add_tokens. `has_score`: as a reward model. If
+        it has no scalar head, it reads as if it had a new one."""
         self.name = pin(str(path))  # in the form of `model.path`
         self.path = folder_of(self.name)
         self.config = read_config(self.path)
@@ -55,7 +58,9 @@ class HFCheckpoint:
         self.stored_vocab: int = self.config.text_config.vocab_size
         if self.new_tokens is not None:
             self.new_tokens.grow(self.config)
-        self.sizes = self.family.sizes_of(self.config)
+        sizes = self.family.sizes_of(self.config)
+        self.sizes = sizes.with_score() if has_score else sizes
+        self.has_new_score = False
         self._means: dict[str, Tensor] = {}  # means of the rows of known tokens
         self._open_files: dict[Path, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}  # the stored form
@@ -65,6 +70,12 @@ class HFCheckpoint:
         self._files: dict[str, Path] = {}  # file of every stored tensor
         self.is_untied = False  # see `untied`
         self.experts = ExpertStorage.out_in
+
+    @staticmethod
+    def of(cfg: Config, path: str | None = None) -> "HFCheckpoint":
+        """Open the checkpoint of a configuration, or another one in its place."""
+        is_reward = cfg.train.objective == "reward"
+        return HFCheckpoint(path or cfg.model.path, cfg.data.add_tokens, is_reward)
 
     def read_headers(self) -> None:
         """Fill `tensors` and `passthrough` from the headers of the weight files. If two files have
@@ -84,6 +95,13 @@ class HFCheckpoint:
                 kind[name] = TensorInfo(file, shape, info["dtype"], num_bytes)
                 self._files[name] = file
         self._find_blocks()
+        if self.sizes.has_score:
+            self.tensors.pop(self.sizes.names.head, None)
+            self.has_new_score = SCORE not in self.tensors
+        if self.has_new_score:
+            like, shape = self.tensors[self.sizes.names.embedding], self.sizes.shapes[SCORE]
+            num_bytes = prod(shape) * FLOATS[like.dtype].itemsize
+            self.tensors[SCORE] = TensorInfo(like.file, shape, like.dtype, num_bytes)
         if self.sizes.text.experts is not None:
             shapes = {name: info.shape for name, info in self.tensors.items()}
             self.experts = find_form(str(self.path), shapes, self.sizes)
@@ -121,9 +139,18 @@ class HFCheckpoint:
 
     def read(self, name: str, spans: Sequence[Span]) -> Tensor:
         """Read a slice of one tensor, (start, end) or None for each leading dimension."""
+        if name == SCORE and self.has_new_score:
+            return self._new_score()
         if self.new_tokens is not None and self._has_rows_of_tokens(name):
             return self._read_grown(name, *(spans or [None]))
         return self.experts.read(self._read, name, spans)
+
+    def _new_score(self) -> Tensor:
+        """Return the values of a new scalar head: normal ones with the standard deviation of
+        transformers, the same in every run."""
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(self.sizes.shapes[SCORE], generator=generator)
+        return values * self.config.text_config.initializer_range
 
     def read_passthrough(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that an export copies, as they are stored."""

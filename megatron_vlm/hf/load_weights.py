@@ -9,6 +9,7 @@ from torch import nn
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.family.spec import SCORE
 from megatron_vlm.hf.block_weight import BlockWeight
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
 from megatron_vlm.hf.weight_map import Entry, Origin
@@ -26,6 +27,13 @@ def check_tensors(source: HFCheckpoint) -> None:
     known = source.sizes.passthrough.keys() & source.passthrough.keys()
     shapes |= {name: source.passthrough[name].shape for name in known}
     expected |= {name: source.sizes.passthrough[name] for name in known}
+    if SCORE in shapes.keys() - expected.keys():
+        raise CheckpointError(
+            "is the scalar head of a reward model, which writes no answers",
+            place=str(source.path),
+            key=SCORE,
+            remedy="give train.objective=reward, or rl.reward=model:FOLDER, or another checkpoint",
+        )
     lists = {
         "missing": [f"{name} {expected[name]}" for name in sorted(expected.keys() - shapes.keys())],
         "surplus": [f"{name} {shapes[name]}" for name in sorted(shapes.keys() - expected.keys())],

@@ -135,7 +135,7 @@ class Matrix:
 
 def is_of_matrices(tensor: TensorSpec) -> bool:
     """Return whether a tensor is a matrix, or consists of experts' matrices."""
-    if tensor.part in (Part.embed, Part.head) or tensor.is_table:
+    if tensor.part in (Part.embed, Part.head, Part.score) or tensor.is_table:
         return False
     dimensions = 3 if OF_EXPERTS in tensor.name else 2
     return len(tensor.shape) == dimensions and min(tensor.shape[-2:]) > 1

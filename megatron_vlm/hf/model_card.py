@@ -38,7 +38,8 @@ _LICENSE = ("license", "license_name", "license_link")
 _SHOWN = 40  # maximum number of added tokens to list
 _LONGEST = 300  # maximum characters of a licence's name or address
 _BENEATH = ("megatron-core", "torch", "transformers")
-_TASKS = {"embed": "sentence-similarity", "rerank": "text-ranking"}
+_SEARCH = {"embed": "sentence-similarity", "rerank": "text-ranking"}
+_TASKS = _SEARCH | {"reward": "text-classification"}
 _NAMES = {"vision": "vision tower", "merger": "mergers", "language": "decoder"}
 _EMBED = """
 ```python
@@ -94,7 +95,7 @@ def _head(
     source: HFCheckpoint, base: str, done: TrainingSummary | None, is_adapter: bool
 ) -> dict[str, Any]:
     objective = done.cfg.train.objective if done else "sft"
-    library = "sentence-transformers" if objective in _TASKS else "transformers"
+    library = "sentence-transformers" if objective in _SEARCH else "transformers"
     fields: dict[str, Any] = {
         "library_name": "peft" if is_adapter else library,
         "pipeline_tag": _TASKS.get(objective, "image-text-to-text"),

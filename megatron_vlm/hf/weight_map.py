@@ -13,7 +13,7 @@ from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.config.trainable import learns
 from megatron_vlm.distributed.dims import CutGroup, ParallelDims
 from megatron_vlm.family import decoder_layers
-from megatron_vlm.family.spec import ModelSizes, Part, TensorSpec
+from megatron_vlm.family.spec import SCORE, ModelSizes, Part, TensorSpec
 from megatron_vlm.hf.expert_layouts import ReadSlice
 from megatron_vlm.hf.layer_backends import BACKENDS
 
@@ -65,7 +65,8 @@ class Entry:
         """Return whether the parameter stays as it was loaded."""
         if not all(tensor.learns for tensor in self.hf_tensors):
             return True
-        return self.origin is not Origin.added and not learns(cfg, self.part.switch)
+        is_new = self.origin is Origin.added or self.part is Part.score
+        return not is_new and not learns(cfg, self.part.switch)
 
     def is_in_blocks(self, lora: LoraConfig) -> bool:
         """Return whether lora.base stores the parameter in 4 or 8 bits: a weight of a linear layer
@@ -74,7 +75,7 @@ class Entry:
         return (
             lora.base is not None
             and self.origin is Origin.hub
-            and self.part not in (Part.embed, Part.head)
+            and self.part not in (Part.embed, Part.head, Part.score)
             and self.part.switch not in lora.train
             and all(tensor.lora_group for tensor in self.hf_tensors)
         )
@@ -224,6 +225,8 @@ def name_table(sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entr
                 full = [names.layer(number) + tensor.name for tensor in param.tensors]
                 entries.append(entry(our_name, full, _layout_of(param), (stage, chunk)))
     entries.append(entry(LAST_NORM, [names.final_norm], WHOLE, last))
+    if sizes.has_score:
+        entries.append(entry(SCORE, [SCORE], WHOLE, last))
     if not sizes.tied:
         entries.append(entry(f"{HEAD}.weight", [names.head], vocab, last))
     elif dims.pp > 1:

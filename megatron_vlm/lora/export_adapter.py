@@ -112,13 +112,14 @@ def _render_config(
     lora: LoraConfig, weights: Sequence[TensorSpec], source: HFCheckpoint
 ) -> dict[str, Any]:
     base = hub_name(source.name)
-    # Mergers are saved whole: model.visual.merger, model.visual.deepstack_merger_list.0.
+    # Mergers are saved whole: model.visual.merger, model.visual.deepstack_merger_list.0. So is a
+    # scalar head.
     whole = map(targets.module_of, peft_folder.tensors_saved_whole(source.sizes.tensors, lora))
     modules = sorted({name.split(".linear_fc")[0].split(".norm")[0] for name in whole})
     linears = [weight for weight in weights if not targets.is_of_experts(weight)]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if source.sizes.has_score else "CAUSAL_LM",
         "base_model_name_or_path": base.repo if base else str(source.path),
         "revision": base.commit if base else None,
         "inference_mode": True,

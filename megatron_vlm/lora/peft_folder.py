@@ -23,7 +23,7 @@ from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.config.trainable import Exported
 from megatron_vlm.errors import CheckpointError, show_value
 from megatron_vlm.family.config_json import read_fields
-from megatron_vlm.family.spec import Part, TensorSpec
+from megatron_vlm.family.spec import SCORE, Part, TensorSpec
 from megatron_vlm.hf.checkpoint_files import weights_digest
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint, read_header
 from megatron_vlm.io.atomic import MARK, read_mark
@@ -163,8 +163,10 @@ def lora_of(folder: Path, model: str) -> LoraConfig:
     targets = [name.removeprefix(PREFIX).removesuffix(ending) for name in linears]
     if len(linears) < sum(name.endswith(ending) for name in names):
         targets += target_parameters(config)
-    # PEFT only copies the weights of the base, beside their adapters.
-    whole = [n for n in names if ".lora_" not in n and not n.endswith(BASE_COPY)]
+    # PEFT only copies the weights of the base, beside their adapters. A scalar head is always
+    # trained.
+    copied = (BASE_COPY, SCORE)
+    whole = [n for n in names if ".lora_" not in n and not n.endswith(copied)]
     rslora = config.get("use_rslora")
     return LoraConfig(
         rank=config["r"].whole(1),
@@ -233,8 +235,10 @@ _OLDER = (
 
 
 def tensors_saved_whole(sizes: Sequence[TensorSpec], lora: LoraConfig) -> list[TensorSpec]:
-    """Return the tensors that are trained whole and fit into PEFT's files: the mergers."""
-    return [each for each in sizes if each.part is Part.merger and "merger" in lora.train]
+    """Return the tensors that are trained whole and fit into PEFT's files: the mergers, and the
+    scalar head of a reward model."""
+    parts = {Part.score, *([Part.merger] if "merger" in lora.train else ())}
+    return [each for each in sizes if each.part in parts]
 
 
 class AdapterFolder:

@@ -29,6 +29,7 @@ class HeadOutput:
     top_ids_NJ: Tensor | None = None  # the most likely tokens, in falling order
     top_log_probs_NJ: Tensor | None = None  # log-probs of these, in float64
     embeddings_NH: Tensor | None = None  # normalised hidden states
+    scores_N: Tensor | None = None  # rewards, by the scalar head
 
     @property
     def device(self) -> torch.device:
@@ -54,6 +55,7 @@ class OutputLayer:
     vocab: int
     tp_group: dist.ProcessGroup
     cap: float | None = None  # logits are cap * tanh(logits / cap)
+    score_1H: Tensor | None = None  # weight of the scalar head of a reward model
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return this rank's part of the logits of hidden states [S, B, H]."""
@@ -171,3 +173,10 @@ def embedding_head(hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> H
     """Return the normalised hidden states. The output layer has no part in them."""
     hidden_NH = mark_ready_with_zero_grads(hidden_NH, layer.layer)
     return HeadOutput(embeddings_NH=nn.functional.normalize(hidden_NH.float(), dim=1))
+
+
+def score_head(hidden_NH: Tensor, layer: OutputLayer, targets: Targets) -> HeadOutput:
+    """Return the rewards. The output layer has no part in them."""
+    assert layer.score_1H is not None, "the checkpoint was opened without a scalar head"
+    hidden_NH = mark_ready_with_zero_grads(hidden_NH, layer.layer)
+    return HeadOutput(scores_N=(hidden_NH.float() @ layer.score_1H.float().T)[:, 0])

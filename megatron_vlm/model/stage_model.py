@@ -6,6 +6,7 @@ K DeepStack features, N supervised positions, 3 the axes time, height, width.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,6 +74,8 @@ class StageModel(GPTModel):
             offload.watch(self.decoder, config.gradient_accumulation_fusion)
         if tower is not None:
             self.vision_model = tower
+        if last and sizes.has_score:
+            self.score = nn.Linear(sizes.text.hidden, 1, bias=False)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Store the previous stage's output, which Megatron's schedules hand over."""
@@ -246,6 +249,8 @@ class StageModel(GPTModel):
         layer = OutputLayer(
             self.output_layer, self.head_weight, text.vocab, tp_group, text.logit_cap
         )
+        if self.sizes.has_score:
+            layer = replace(layer, score_1H=self.score.weight)
         places_N = loss_mask
         if places_N is None or places_N.dim() == 2:
             picked_BS = loss_mask if labels is None else labels != IGNORE

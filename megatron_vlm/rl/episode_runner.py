@@ -24,6 +24,7 @@ from megatron_vlm.rl.agent_requests import AgentEpisode
 from megatron_vlm.rl.agent_server import AgentServer
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group
+from megatron_vlm.rl.reward_model import ModelRewards
 from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.turn_tokens import TurnEncoder
 from megatron_vlm.training.expert_routing import check_table
@@ -42,6 +43,7 @@ class EpisodeRunner:
     skipped: list[DataError] = field(default_factory=list)  # errors of skipped prompts
     begun: int = 0  # number of episodes so far
     agents: AgentServer | None = None  # set where rl.agent is
+    reward_model: ModelRewards | None = None  # set where rl.reward names one
 
     @cached_property
     def dialogues(self) -> list[TurnEncoder]:
@@ -150,6 +152,8 @@ class EpisodeRunner:
             for episode, count in zip(episodes, sharers, strict=True)
         ]
         await asyncio.gather(*playing)
+        if self.reward_model is not None:
+            await self.reward_model.rate(episodes, dialogue.prompts)
 
     async def _play_agents(
         self, queue: CompletionQueue, group: Group, row: Row, dialogue: TurnEncoder, step: int

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
+from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.agreement import Signals
 from megatron_vlm.distributed.collectives import gather_json
 from megatron_vlm.distributed.error_json import error_from_json, error_to_json
@@ -17,11 +18,11 @@ from megatron_vlm.distributed.rank0 import SIGNAL_POLL_S, CommandChannel
 from megatron_vlm.engines.own import AskedPrompt
 from megatron_vlm.engines.sampler import SamplerError
 from megatron_vlm.errors import DataError
+from megatron_vlm.training.row_scores import row_rewards
 from megatron_vlm.training.worker import MegatronWorker
 
 T = TypeVar("T")
 Completions = list[list[Completion]]
-Round = tuple[Sequence[AskedPrompt], Future[Completions]]
 
 
 class RankCommands:
@@ -30,7 +31,12 @@ class RankCommands:
 
     def __init__(self, worker: MegatronWorker, signals: Signals):
         self.worker, self.rows = worker, worker.cfg.engine.rows
-        methods: dict[str, Callable[..., Any]] = {"draw": self._draw, "fail": _raise_error}
+        self.reward_model: MegatronWorker | None = None  # set where rl.reward names a model
+        methods: dict[str, Callable[..., Any]] = {
+            "draw": self._draw,
+            "score": self._score,
+            "fail": _raise_error,
+        }
         self.channel = CommandChannel(
             worker.watchdog,
             signals,
@@ -38,25 +44,31 @@ class RankCommands:
             TensorBatch,
         )
         self.wait = self.channel.wait  # on rank 0, often, while it waits for something else
-        self.rounds: SimpleQueue[Round | None] = SimpleQueue()
+        self.rounds: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     def draw_soon(self, asked: Sequence[AskedPrompt]) -> Future[Completions]:
         """Draw answers with the trainer's own decoder on all ranks, during `result_of`. Call it
         from any thread of rank 0. All prompts have the same settings."""
         assert len({each.settings for each in asked}) == 1
         drawn: Future[Completions] = Future()
-        self.rounds.put((asked, drawn))
+        self.rounds.put(lambda: drawn.set_result(self._draw_round(asked)))
         return drawn
 
+    def score_soon(self, rows: Sequence[Row]) -> Future[list[float]]:
+        """Score rows with the reward model on all ranks, during `result_of`. Call it from any
+        thread of rank 0."""
+        scored: Future[list[float]] = Future()
+        self.rounds.put(lambda: scored.set_result(self.channel.call("score", batch_of(rows))))
+        return scored
+
     def result_of(self, work: Future[T]) -> T:
-        """Return the result of work in another thread. Meanwhile draw the rounds that it asks for,
+        """Return the result of work in another thread. Meanwhile draw and score what it asks for,
         and keep contact with the other ranks. Call it on rank 0."""
         work.add_done_callback(lambda _: self.rounds.put(None))
         while not work.done():
             try:
-                if (asked := self.rounds.get(timeout=SIGNAL_POLL_S)) is not None:
-                    prompts, drawn = asked
-                    drawn.set_result(self._draw_round(prompts))
+                if (run_round := self.rounds.get(timeout=SIGNAL_POLL_S)) is not None:
+                    run_round()
             except Empty:
                 pass
             self.wait()
@@ -91,7 +103,7 @@ class RankCommands:
         self, batch: TensorBatch, settings: dict[str, Any], n: int, seeds: Sequence[int]
     ) -> Completions:
         """Return the answers on rank 0. Each replica draws those to its prompts. A collective."""
-        grid, dims, rows = self.worker.grid, self.worker.dims, rows_of(batch)
+        grid, rows = self.worker.grid, rows_of(batch)
         local_places = range(grid.dp.rank, len(rows), grid.dp.size)
         completions = self.worker.sample(
             [rows[place] for place in local_places],
@@ -100,19 +112,27 @@ class RankCommands:
             [seeds[place] for place in local_places],
             self.rows,
         )
-        local_completions = (
-            [[each.as_json() for each in answers] for answers in completions] if grid.leads else []
-        )
-        if not (by_rank := gather_json(local_completions)):
+        plain = [[each.as_json() for each in answers] for answers in completions]
+        gathered = self._gather(plain, len(rows))
+        return [[Completion.from_json(each) for each in answers] for answers in gathered]
+
+    def _score(self, batch: TensorBatch) -> list[float]:
+        """Return the rewards of rows on rank 0. Each replica scores some of them. A collective."""
+        assert self.reward_model is not None
+        grid, rows = self.worker.grid, rows_of(batch)
+        own_rows = rows[grid.dp.rank :: grid.dp.size]
+        batches = self.reward_model.micro_batches(own_rows) if own_rows else []
+        return self._gather(row_rewards(self.reward_model.stage, batches), len(rows))
+
+    def _gather(self, local: list[Any], count: int) -> list[Any]:
+        """Return on rank 0 what the replicas have computed of prompts or rows, which were dealt to
+        them in turn, and nothing on other ranks. A collective."""
+        grid, dims = self.worker.grid, self.worker.dims
+        if not (by_rank := gather_json(local if grid.leads else [])):
             return []
         by_replica = [by_rank[dims.leader_of(replica)] for replica in range(grid.dp.size)]
-        return [
-            [
-                Completion.from_json(each)
-                for each in by_replica[place % grid.dp.size][place // grid.dp.size]
-            ]
-            for place in range(len(rows))
-        ]
+        size = grid.dp.size
+        return [by_replica[place % size][place // size] for place in range(count)]
 
 
 def _raise_error(fields: dict[str, Any], is_data: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config.command_checks import needs_held_out_rewards
-from megatron_vlm.config.evaluation_checks import has_rewards
+from megatron_vlm.config.evaluation_checks import has_rewards, reward_model_of
 from megatron_vlm.config.teachers import needs_initial_model
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures, StepBatch
@@ -22,6 +22,7 @@ from megatron_vlm.rl.held_out_rewards import HeldOutPrompts
 from megatron_vlm.rl.policy_engine import settings_of, sync_engine_weights
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
+from megatron_vlm.rl.reward_model import ModelRewards
 from megatron_vlm.rl.rollouts import Rollout, Rollouts
 from megatron_vlm.rl.seen import SeenScores
 from megatron_vlm.rl.step_report import SightWatch, SignalWatch, rl_line, write_sample_lines
@@ -58,6 +59,9 @@ class RlTrainer:
             run.begin_phase(run.progress.step, "loading the teachers", files=True)
             assert list(self.updater.teachers())
         self.commands = RankCommands(run.worker, run.signals)
+        if (folder := reward_model_of(self.cfg.rl)) is not None:
+            run.begin_phase(run.progress.step, "loading the reward model", files=True)
+            self.commands.reward_model = self.updater.models.reward_model(folder)
         self.engines: EngineThread | None = None  # set on rank 0
         self.rollouts: Rollouts | None = None
         self.teachers: EngineTeachers | None = None  # set on rank 0, if there are such engines
@@ -84,8 +88,9 @@ class RlTrainer:
     def _start_reward_pool(self, held_out: Mapping[str, DataSet]) -> None:
         rl, data = self.cfg.rl, self.run.feeder.data
         assert isinstance(data, DataSet), "config/command_checks.py refuses streams"
+        folder = reward_model_of(rl)
         pool: RewardPool | NoRewards = NoRewards()
-        if rl.reward is not None or rl.environment is not None:
+        if folder is None and (rl.reward is not None or rl.environment is not None):
             pool = RewardPool(RewardSettings.from_config(rl, rl.processes))
         self.opened.callback(pool.close)
         views = None
@@ -94,6 +99,10 @@ class RlTrainer:
             self.opened.callback(views.close)
         self.episode_runner = EpisodeRunner(self.cfg, data, pool, views)
         self.held_out = HeldOutPrompts.with_pool(self.cfg, held_out, pool)
+        if folder is not None:
+            rewards = ModelRewards(self.cfg, folder, self.commands.score_soon)
+            for runner in (self.episode_runner, *self.held_out.runners.values()):
+                runner.reward_model = rewards
 
     def _start(self) -> tuple[bytes, dict[str, Any]]:
         """Start the sampler on rank 0."""

@@ -22,8 +22,8 @@ _LONGEST = 200  # characters of a value
 # continue for longer.
 _LEARNING = (
     *("model.path", "model.freeze", "model.router", "lora.", "data.", "optim.", "train."),
-    *("preference.", "distill.", "embed.", "rerank.", "teacher.", "rl.reward", "rl.environment"),
-    *("rl.agent", "rl.samples", "rl.loss", "rl.advantage", "rl.kl_coef"),
+    *("preference.", "reward.", "distill.", "embed.", "rerank.", "teacher.", "rl.reward"),
+    *("rl.environment", "rl.agent", "rl.samples", "rl.loss", "rl.advantage", "rl.kl_coef"),
 )
 _GOING_ON = frozenset(
     ("train.steps", "train.epochs", "train.micro_batch_size", "train.micro_batch_tokens")

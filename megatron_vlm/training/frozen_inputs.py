@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_vlm.config.evaluation_checks import reward_model_of
 from megatron_vlm.config.objectives import reference_folder, reference_of
 from megatron_vlm.config.teachers import needs_initial_model, target_folder, teacher_checkpoints
 from megatron_vlm.data.scores.score_index import ScoreIndex
@@ -45,6 +46,8 @@ def frozen_inputs(worker: MegatronWorker, is_rl: bool) -> dict[str, FrozenInput]
             found[key] = FrozenInput(path, weights_digest(folder_of(path, weights=True)))
         except MegatronVLMError as error:
             raise error.within(f"{key}={path}") from error
+    if is_rl and (folder := reward_model_of(cfg.rl)) is not None:
+        found["rl.reward"] = FrozenInput(folder, weights_digest(home_path(folder)))
     for key, folder in scores.items():
         if folder is not None:
             found[key] = FrozenInput(folder, ScoreIndex.read(folder).digest)

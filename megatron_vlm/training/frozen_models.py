@@ -1,5 +1,5 @@
 """Frozen models of the ranks, beside the model that is trained: its reference, which is the model
-before the first step, and teachers."""
+before the first step, teachers, and the reward model of `rl`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ from megatron_vlm.config.objectives import trains_adapters_alone
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.config.trainable import SWITCHES
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.spec import SCORE
 from megatron_vlm.lora.layers import LowRank
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -43,6 +44,19 @@ class FrozenModels:
             return self._load(teacher_config(self.worker.cfg, path))
         except ConfigError as error:
             raise error.within(f"teacher.path={path}") from error
+
+    def reward_model(self, folder: str) -> MegatronWorker:
+        """Return the model of rl.reward=model:FOLDER, which must have a scalar head."""
+        cfg = teacher_config(self.worker.cfg, folder)
+        model = self._load(replace(cfg, train=replace(cfg.train, objective="reward")))
+        if model.source.has_new_score:
+            raise ConfigError(
+                f"has no {SCORE}, so it is no reward model",
+                key="rl.reward",
+                found=f"model:{folder}",
+                remedy="give an export of a run with train.objective=reward",
+            )
+        return model
 
     def _load(self, cfg: Config) -> MegatronWorker:
         for known, model in self.loaded:

@@ -17,7 +17,8 @@ token is multiplied by its weight, and the sum is divided by the sum of all weig
 A loss that compares whole rows has `rows` as its second parameter: a RowInputs. It returns the loss
 and the values to report of each example, and their sums are divided by the number of examples of
 the global batch. Losses over preferences are in preference_losses.py. If its first parameter is
-`embeddings_NH`, it receives the normalised hidden states in place of log-probs. A loss with the
+`embeddings_NH`, it receives the normalised hidden states in place of log-probs, and if that is
+`scores_N` the rewards of a scalar head. A loss with the
 parameters `student_NR` and `teacher_NR` reads the log-probs of whole distributions, as `distill`
 does.
 
@@ -48,6 +49,8 @@ LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 REFERENCE = "ref_log_probs"
 SEQUENCES = "sequences"  # the row of each token, which every batch has
 TEACHER_WEIGHTS = "teacher_weights"  # factors of the teacher's term; without them it is 1
+# Heads of losses whose first parameter has another name than log_probs_N.
+_HEADS: dict[str, head.Head] = {"embeddings_NH": head.embedding_head, "scores_N": head.score_head}
 _DISTRIBUTIONS = ("student_NR", "teacher_NR")
 _REGISTRY: dict[str, LossFunction] = {each.__name__: each for each in token_losses.LOSSES}
 
@@ -76,7 +79,7 @@ class Objective:
     temperature: float = 1.0  # divides the logits of a model that is compared with a teacher
     metrics: tuple[str, ...] = ()  # names of the values that are reported in addition to the loss
     reads_rows: bool = False  # the function reads rows, and returns a loss for each example
-    reads_embeddings: bool = False  # the function reads hidden states in place of log-probs
+    reads: str = "log_probs_M"  # the output of the head that the function reads
 
     @staticmethod
     def create(loss: str | LossFunction, options: Mapping[str, float]) -> "Objective":
@@ -121,7 +124,7 @@ class Objective:
             options.get("teacher_beta", 1.0),
             options.get("temperature", 1.0),
             reads_rows="rows" in read,
-            reads_embeddings=first == "embeddings_NH",
+            reads=first if first in _HEADS else "log_probs_M",
         )
         if objective.temperature <= 0:
             raise ConfigError(
@@ -149,8 +152,8 @@ class Objective:
         """The head that computes what the loss reads."""
         if self.needs_teacher:
             return partial(head.lumped_head, temperature=self.temperature)
-        if self.reads_embeddings:
-            return head.embedding_head
+        if self.reads in _HEADS:
+            return _HEADS[self.reads]
         return head.log_probs_head if self.entropy_coef is None else head.entropy_head
 
     @property
@@ -245,7 +248,7 @@ def loss_of(
         values_N |= batch.values_M((TEACHER_WEIGHTS,))
     if output.events_NR is not None:
         values_N |= {"student_NR": output.events_NR, "teacher_NR": batch.teacher_NR}
-    first_N = output.embeddings_NH if objective.reads_embeddings else output.log_probs_M
+    first_N = getattr(output, objective.reads)
     assert first_N is not None
     loss_N, report_N = objective.of_tokens(first_N, output.entropy_N, values_N, batch.rows)
     weights_M = None if objective.reads_rows else batch.columns.get("loss_weights")

@@ -210,7 +210,7 @@ def _label_loss(cfg: Config, kl: float) -> LossFunction:
 def finished_figures(means: Figures, cfg: Config) -> Figures:
     """Return the reported figures. For labelled answers, means over examples become means over
     the answers with that label."""
-    if spec_of(cfg).records == "pair":
+    if spec_of(cfg).records != "label":
         return means
     means = dict(means)
     chosen = means.pop("share_chosen", 0.0)

@@ -202,6 +202,23 @@ LABEL_LOSSES: Mapping[str, Callable[[Tensor, Tensor, PreferenceConfig, float], T
 }
 
 
+def bradley_terry(
+    center_coef: float, scores_N: Tensor, rows: RowInputs, margin_N: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of TRL's RewardTrainer for each pair, and its figures."""
+    is_chosen_R, rewards_R = ~rows.is_rejected_R, scores_N.double()
+    chosen_E, rejected_E = rewards_R[is_chosen_R], rewards_R[~is_chosen_R]
+    difference_E = chosen_E - rejected_E
+    centering_E = center_coef * (chosen_E + rejected_E) ** 2
+    figures = {
+        "rewards_chosen": chosen_E,
+        "rewards_rejected": rejected_E,
+        "rewards_margin": difference_E,
+        "reward_accuracy": (difference_E > 0).double(),
+    }
+    return centering_E - logsigmoid(difference_E - margin_N[is_chosen_R]), figures
+
+
 FIGURES = ("accuracy", "positive_similarity", "nearest_negative_similarity")
 _QUERIES_AT_ONCE = 1024  # bounds the memory of their similarities to all documents
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_vlm.data.batches.micro_batch import MicroBatch, RowPlace
 from megatron_vlm.distributed.collectives import Group, all_gather_json
 from megatron_vlm.distributed.device import to_device
-from megatron_vlm.model.head import log_probs_head, top_events_head, top_tokens_head
+from megatron_vlm.model.head import log_probs_head, score_head, top_events_head, top_tokens_head
 from megatron_vlm.training.expert_routing import routing_tables
 from megatron_vlm.training.pipeline import Stage, pass_through
 from megatron_vlm.training.stage_inputs import StageInput
@@ -54,6 +54,13 @@ def gather_targets(
     """Send the last stage's values of each micro-batch's targets [M] to the host of every rank."""
     counts = [batch.num_supervised for batch in batches]
     return stage.share_last(outputs, counts, torch.empty(0))
+
+
+def row_rewards(stage: Stage, batches: Sequence[MicroBatch]) -> list[float]:
+    """Return the reward of each row, by the scalar head at its last token."""
+    outputs = stage.evaluate(batches, score_head)
+    rewards = gather_targets(stage, batches, [each.scores_N for each in outputs])
+    return rows_by_place(batches, (each.tolist() for each in rewards))
 
 
 def top_tokens(

@@ -1,6 +1,7 @@
 """Objective of a run: gradients of the data of a step, and scores of other data."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -9,9 +10,10 @@ from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.training.losses import Objective, loss_of, totals
+from megatron_vlm.training.losses import Objective, Totals, loss_of, totals
 from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective
+from megatron_vlm.training.row_losses import bradley_terry
 from megatron_vlm.training.stage_inputs import StageInput
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
@@ -45,23 +47,51 @@ class DistillObjective:
     def scores(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Return the sums of a global batch: of the losses, their weights, the tokens and the
         figures."""
-        objective, stage = Objective.create("distill", self.options), self.worker.stage
-        batches = self.worker.micro_batches(micro_batches)
-        objective.check_batches(batches)
-
-        def read(batch: StageInput) -> Callable[..., dict[str, Tensor]]:
-            return lambda output, non_loss_data: loss_of(objective, batch, output)[2]
-
-        outputs = stage.evaluate(batches, objective.head, read)
-        done = totals(objective, batches, outputs, stage.grid, stage.device, divisor=1.0)
+        objective = Objective.create("distill", self.options)
+        done = _totals(self.worker, objective, micro_batches)
         sums = {name: mean * done.count for name, mean in done.means.items()}
         known = {"loss": done.loss, "weight": done.weight, "tokens": float(done.count)}
         return known | sums
 
 
+class RewardObjective:
+    """The Bradley-Terry loss of a reward model. Its methods are collectives."""
+
+    def __init__(self, worker: MegatronWorker, cfg: Config):
+        self.worker, self.loss = worker, partial(bradley_terry, cfg.reward.center_coef)
+
+    def forward_backward(self, batch: StepBatch) -> StepMetrics:
+        """Compute the gradients of the mean loss over the pairs of a global batch."""
+        return self.worker.forward_backward(batch.micro_batches, loss=self.loss)
+
+    def scores(
+        self, micro_batches: Sequence[MicroBatch], mismatched: Sequence[MicroBatch] = ()
+    ) -> dict[str, float]:
+        """Return the sums over the pairs of a global batch of the loss and of each figure, and the
+        number of pairs."""
+        done = _totals(self.worker, Objective.create(self.loss, {}), micro_batches)
+        sums = {name: mean * done.weight for name, mean in done.means.items()}
+        return {"examples": done.weight, "loss": done.loss, **sums}
+
+
+def _totals(
+    worker: MegatronWorker, objective: Objective, micro_batches: Sequence[MicroBatch]
+) -> Totals:
+    """Return the summed loss and the figures of a global batch, without gradients. A collective."""
+    stage, batches = worker.stage, worker.micro_batches(micro_batches)
+    objective.check_batches(batches)
+
+    def read(batch: StageInput) -> Callable[..., dict[str, Tensor]]:
+        return lambda output, non_loss_data: loss_of(objective, batch, output)[2]
+
+    outputs = stage.evaluate(batches, objective.head, read)
+    return totals(objective, batches, outputs, stage.grid, stage.device, divisor=1.0)
+
+
 TrainObjective = (
     SupervisedObjective
     | PreferenceObjective
+    | RewardObjective
     | DistillObjective
     | EmbeddingObjective
     | RerankObjective
@@ -72,6 +102,8 @@ def objective_of(worker: MegatronWorker, cfg: Config) -> TrainObjective:
     """Return the configured objective."""
     if cfg.train.objective == "distill":
         return DistillObjective(worker, cfg)
+    if cfg.train.objective == "reward":
+        return RewardObjective(worker, cfg)
     if spec_of(cfg).records == "chat":
         return SupervisedObjective(worker)
     if spec_of(cfg).records == "query":

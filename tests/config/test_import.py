@@ -214,6 +214,15 @@ VALUES = {
         {"train.objective": "dpo", "preference.beta": 0.3, "optim.lr": 1e-6},
         {"task": "dpo"},
     ),
+    "a reward model of TRL": (
+        TRL | {"center_rewards_coefficient": 0.01},
+        {"train.objective": "reward", "reward.center_coef": 0.01},
+        {"task": "reward"},
+    ),
+    "a reward model of LLaMA-Factory": (
+        LF | {"stage": "rm"},
+        {"train.objective": "reward", "reward.center_coef": 0.0},
+    ),
     "prompts of TRL's answers": (
         TRL | {"num_generations": 4, "per_device_train_batch_size": 8},
         {"train.global_batch_size": 4, "rl.samples": 4, "rl.aggregate": "tokens"}
@@ -341,7 +350,7 @@ MISTAKES = {
         yaml_text(LF) + "frobnicate: 3\n",
         {"place_has": "line 6", "key": "frobnicate", "remedy_has": "--ignore frobnicate"},
     ),
-    "reward models": (LF | {"stage": "rm"}, {"place_has": "line 2", "key": "stage", "found": "rm"}),
+    "raw text": (LF | {"stage": "pt"}, {"place_has": "line 2", "key": "stage", "found": "pt"}),
     "a schedule": (
         LF | {"lr_scheduler_type": "polynomial"},
         {"key": "lr_scheduler_type", "place_has": "line 6"},

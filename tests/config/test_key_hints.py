@@ -75,7 +75,7 @@ SENTENCES = {
     "cache_dir": "downloads of the Hub are where HF_HOME says",
     "beta": "GRPO's beta is rl.kl_coef",
     "critic.optim.lr": "no critic is trained",
-    "reward_model.model.path": "there is no reward model",
+    "reward_model.model.path": "rl.reward=model:FOLDER is an export",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "eval.generate=true asks for a greedy",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.devices lists the GPUs",
     "actor_rollout_ref.rollout.top_k": "as -1 does there",

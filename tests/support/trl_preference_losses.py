@@ -2,16 +2,18 @@
 which has nothing of ours: trl_preference_losses.py MODEL, with a list of cases as JSON on standard
 input.
 
-A case has `trainer` (dpo, kto, orpo, cpo), `config`, `log_probs` of the answers [rows, tokens] with
-zeros where there is no token, `lengths`, `reference` [rows], and for kto `labels` and `kl`, the
-log-probs of mismatched rows under the model and the reference. All are float64. The answer to it is
-the loss and its gradient by the log-probs.
+A case has `trainer` (dpo, kto, orpo, cpo, reward), `config`, `log_probs` of the answers [rows,
+tokens] with zeros where there is no token, `lengths`, `reference` [rows], and for kto `labels` and
+`kl`, the log-probs of mismatched rows under the model and the reference. For reward the first
+numbers of the rows are rewards, and the config may have `margin`. All are float64. The answer to it
+is the loss and its gradient by the log-probs.
 """
 
 import json
 import os
 import sys
 import tempfile
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 from datasets import Dataset
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
@@ -116,10 +118,31 @@ def without_reference(case: dict[str, Any], log_probs: Tensor) -> Tensor:
     return losses.mean() + config["cpo_alpha"] * nll
 
 
+def of_rewards(config: dict[str, Any], rewards: Tensor) -> Tensor:
+    """The loss of RewardTrainer, from its own function."""
+
+    def same(value: Tensor) -> Tensor:
+        return value
+
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=False),
+        args=SimpleNamespace(center_rewards_coefficient=config["center_rewards_coefficient"]),
+        accelerator=SimpleNamespace(gather=same, gather_for_metrics=same),
+        _metrics={"eval": defaultdict(list)},
+        _total_train_tokens=0,
+    )
+    inputs = {"margin": torch.tensor(config["margin"])} if "margin" in config else {}
+    outputs = SimpleNamespace(logits=rewards[:, None])
+    loss: Tensor = RewardTrainer.compute_loss(trainer, lambda **_: outputs, inputs)
+    return loss
+
+
 def answer(path: str, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     log_probs = torch.tensor(case["log_probs"], dtype=torch.float64, requires_grad=True)
     if case["trainer"] in ("dpo", "kto"):
         loss = with_trainer(case, log_probs, path, folder)
+    elif case["trainer"] == "reward":
+        loss = of_rewards(case["config"], log_probs[:, 0])
     else:
         loss = without_reference(case, log_probs)
     loss.backward()

@@ -523,6 +523,7 @@ def test_all_that_is_read_and_not_trained_has_its_digest(tiny, references, tmp_p
         ),
         (["train.objective=distill", f"teacher.path={scores}"], False, {"teacher.path"}),
         (["rl.kl_coef=0.1"], True, {"model.path"}),
+        ([f"rl.reward=model:{teachers[0]}"], True, {"rl.reward"}),
         (["rl.kl_coef=0.1", *lora], True, {"model.path", "lora.path"}),
         ([f"teacher.path={teachers[0]}"], True, {"teacher.path"}),
         (

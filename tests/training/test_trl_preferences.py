@@ -5,7 +5,7 @@ which get our log-probs: values and gradients."""
 import base64
 import json
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.data_sources import parse_sources
-from megatron_vlm.config.objective_configs import PreferenceConfig
+from megatron_vlm.config.objective_configs import PreferenceConfig, RewardConfig
 from megatron_vlm.config.schema import Config, DataConfig, TrainConfig
 from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.preference_step import PreferenceObjective, loss_function, surrogates
-from megatron_vlm.training.row_losses import GLOBAL_LOSSES
+from megatron_vlm.training.row_losses import GLOBAL_LOSSES, bradley_terry
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.support.chats import image, say, text
@@ -96,6 +96,13 @@ CASES = {
         "cpo",
         dict(beta=0.2, sft_coef=0.5, label_smoothing=0.1),
     ),
+    "reward": Both("reward", dict(center_rewards_coefficient=None), "reward"),
+    "reward, margins and centring": Both(
+        "reward",
+        dict(center_rewards_coefficient=0.25, margin=[0.5, -1.0, 0.0, 2.0]),
+        "reward",
+        dict(center_coef=0.25),
+    ),
     "cpo, hinge": Both(
         "cpo",
         dict(beta=0.2, loss_type="hinge", cpo_alpha=1.0),
@@ -163,6 +170,8 @@ def config_of(both: Both) -> Config:
 def ours(both: Both, answers: Answers) -> tuple[Tensor, Tensor]:
     """The loss and its gradient, as the worker sums and divides. TRL has all chosen answers first,
     we have pairs."""
+    if both.objective == "reward":
+        return ours_of_rewards(both, answers)
     cfg = config_of(both)
     count = len(LENGTHS) // 2
     is_labelled = both.objective == "kto"
@@ -184,6 +193,22 @@ def ours(both: Both, answers: Answers) -> tuple[Tensor, Tensor]:
     objective = Objective.create(loss_function(cfg, tokens, kl), {})
     rows = RowInputs(row_M, example, values)
     losses, _ = objective.of_tokens(log_probs[mask], None, {}, rows)
+    loss = losses.mean()
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+def ours_of_rewards(both: Both, answers: Answers) -> tuple[Tensor, Tensor]:
+    """The same for a reward model, whose rewards are the first numbers of the rows."""
+    count = len(LENGTHS) // 2
+    order, leaf = torch.arange(2 * count).view(2, count).T.flatten(), answers.log_probs.clone()
+    rewards, number = leaf.requires_grad_()[order, 0], torch.arange(2 * count)
+    rows = RowInputs(number, number // 2, {"rejected": number % 2 == 1})
+    margins = torch.tensor(both.theirs.get("margin", [0.0] * count)).repeat_interleave(2)
+    settings = RewardConfig(**both.ours)
+    objective = Objective.create(partial(bradley_terry, settings.center_coef), {})
+    losses, _ = objective.of_tokens(rewards, None, {"margin": margins}, rows)
     loss = losses.mean()
     loss.backward()
     assert leaf.grad is not None

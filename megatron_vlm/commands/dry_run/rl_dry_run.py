@@ -19,6 +19,7 @@ from megatron_vlm.commands.dry_run.command import (
 )
 from megatron_vlm.config import teachers
 from megatron_vlm.config.command_checks import loaded_counts
+from megatron_vlm.config.evaluation_checks import reward_model_of
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.order import Position
@@ -70,7 +71,11 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
         rows["view"] = try_view(cfg, data)
     if rl.agent is not None:
         rows["agent"] = rl.agent
-    if is_called := rl.reward is not None or rl.environment is not None:
+    is_called = rl.reward is not None or rl.environment is not None
+    if reward_model_of(rl) is not None:
+        is_called = False
+        rows["reward"] = f"{rl.reward}, on all ranks, with weights of its own"
+    elif is_called:
         count = f"{rl.processes} process{'es' * (rl.processes > 1)}"
         rows["reward"] = f"{rl.reward or rl.environment}, in {count}"
     console.print(aligned_lines(rows), markup=False, soft_wrap=True)

@@ -53,8 +53,8 @@ def translate_lengths(t: Translation) -> None:
     else:
         t.differ("data.max_tokens=8192 is the limit here, where none is set there")
     how, overlong = t.take("truncation_strategy"), t.switched_on("data.filter_overlong_prompts")
-    if overlong is not None:
-        t.put("data.truncation", "drop", overlong)
+    if overlong is not None or t.method == "reward":  # the end is read
+        t.put("data.truncation", "drop", overlong, how)
     elif how is not None:
         action = t.choose(how, _TRUNCATION)
         t.put("data.truncation", action, how)

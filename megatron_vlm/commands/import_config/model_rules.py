@@ -15,12 +15,12 @@ _EXPERTS = re.compile(r"-?a\d+b", re.IGNORECASE)  # in the name of a model with 
 _OTHER_GEMMA4 = re.compile(r"gemma[-_. ]?4[-_. ](e2b|e4b|12b)", re.IGNORECASE)
 _TRAINED = "this version trains Qwen3-VL, Qwen3.5, 3.6 and 3.8, and Gemma 4 31B and 26B-A4B"
 _RL_ONLY = (
-    "learn from preferences by dpo, kto, orpo, simpo or cpo, or from rewards that a function gives "
-    "(grpo)"
+    "learn from preferences by dpo, kto, orpo, simpo, cpo or reward, or from rewards that a "
+    "function or a reward model gives (grpo)"
 )
 _METHODS = {
     **{"sft": "sft", "grpo": "grpo", "rloo": "rloo", "dpo": "dpo", "ipo": "ipo", "kto": "kto"},
-    **{"orpo": "orpo", "simpo": "simpo", "cpo": "cpo"},
+    **{"orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "reward": "reward", "rm": "reward"},
 }
 # Values of LLaMA-Factory's pref_loss that are objectives of their own here.
 _LOSSES_THAT_ARE_OBJECTIVES = ("orpo", "simpo")
@@ -131,8 +131,8 @@ def translate_method(t: Translation) -> None:
         t.method = t.choose(stage, _METHODS, f"for raw text write chats; {_RL_ONLY}")
     elif t.task in _METHODS:
         t.method = t.task
-    elif t.task in ("pt", "reward"):
-        raise t.error(f"starts {t.task}, which has no counterpart", remedy=_RL_ONLY)
+    elif t.task == "pt":
+        raise t.error("starts pt, which has no counterpart", remedy=_RL_ONLY)
     if t.method in ("sft", "grpo", "rloo"):
         return
     loss = t.take("loss_type") if t.method == "dpo" else None
@@ -142,6 +142,9 @@ def translate_method(t: Translation) -> None:
         t.put("preference.losses", t.words(loss), loss)
     note = "" if stage else f"the command is {t.source.command or t.method}"
     t.put("train.objective", t.method, stage, loss, note=note)
+    if t.method == "reward":
+        t.copy("reward.center_coef", "center_rewards_coefficient")
+        return
     for key, name in {
         "preference.beta": "beta",
         "preference.simpo_gamma": "simpo_gamma",

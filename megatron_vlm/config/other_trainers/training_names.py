@@ -68,7 +68,7 @@ TRAINING_NAMES = {
     "token comes from HF_TOKEN or `hf auth login`": (
         "push_to_hub hub_token hub_private_repo hub_strategy hub_*"
     ),
-    "megatron-vlm train learns answers, and with train.objective=dpo or kto preferences; "
+    "megatron-vlm train learns answers, and with train.objective=dpo, kto or reward preferences; "
     "megatron-vlm rl learns from rewards": (
         "stage do_train rlhf_type task_type num_labels problem_type"
     ),
@@ -126,7 +126,7 @@ TRAINING_NAMES = {
     "mapping with `reward` and further figures, and adds up several parts itself": (
         "reward_funcs reward_weights custom_reward_function reward_manager overlong_buffer"
     ),
-    "there is no reward model: a function (rl.reward=FILE.py:NAME) may ask a server for one": (
+    "rl.reward=model:FOLDER is an export of a run with train.objective=reward; the ranks run it": (
         "reward_model reward_model_*"
     ),
     "no critic is trained: rl.advantage compares the answers to one prompt with each other": (

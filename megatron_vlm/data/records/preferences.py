@@ -1,6 +1,7 @@
 """Preference records: a prompt with a better and a worse answer, or an answer with a label. The raw
 record is rewritten as one for each answer, whose prompt is not trained."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,6 +39,7 @@ _ANSWER_OF = {
 }
 _CHOSEN = ("chosen", "chosen_response", "chosen_messages")
 _REJECTED = ("rejected", "rejected_response", "rejected_messages")
+MARGIN = "margin"  # the key, and the name of the value of a row
 _LABELS = ("label", "kto_tag")
 _PICTURES = ("image", "images", "video", "videos")
 _FIRST_ROLES = ("system", "developer", "user", "human")
@@ -77,6 +79,17 @@ def parse_pair(raw: Any, parse: Parse, ignored: Sequence[str] = ()) -> list[tupl
             remedy="leave the record out, or set data.max_errors=100",
         )
     return [(good, False), (bad, True)]
+
+
+def split_margin(raw: Any, ignored: Sequence[str] = ()) -> tuple[dict[str, Any], float]:
+    """Return a record without the margin by which its chosen answer is better, and the margin; 0 if
+    it has none."""
+    rest = require_record(raw, ignored)
+    margin = rest.pop(MARGIN, 0.0)
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not is_number or not math.isfinite(margin):
+        raise DataError(key=MARGIN, found=margin, allowed="a finite number")
+    return rest, float(margin)
 
 
 def parse_labelled(

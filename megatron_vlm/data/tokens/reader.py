@@ -19,7 +19,7 @@ from megatron_vlm.config.schema import Config, DataConfig, VideoLimits
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
 from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.records.formats import VARIABLE_KEYS, parse_record
-from megatron_vlm.data.records.preferences import parse_labelled, parse_pair
+from megatron_vlm.data.records.preferences import MARGIN, parse_labelled, parse_pair, split_margin
 from megatron_vlm.data.records.record import ChatMessage, Conversation, Image, Record, Video
 from megatron_vlm.data.records.retrieval import parse_retrieval
 from megatron_vlm.data.tokens.chat_renderer import ChatRenderer
@@ -67,7 +67,7 @@ class Reader:
             replace(self.encode_chat(chat), is_rejected=is_rejected)
             for chat, is_rejected in self.chats(raw, where, passed)
         )
-        if self.kind in ("pair", "label"):
+        if self.kind in ("pair", "rated_pair", "label"):
             _check_weights(example, where)
         if len(example) == 2 and np.array_equal(example[0].ids_S, example[1].ids_S):
             raise DataError(
@@ -99,6 +99,8 @@ class Reader:
         with within(where):
             if isinstance(self.kind, RetrievalForm):
                 chats = parse_retrieval(raw, parse, self.kind, ignored)
+            elif self.kind == "rated_pair":
+                chats = parse_pair(split_margin(raw, ignored)[0], parse)
             else:
                 read = parse_pair if self.kind == "pair" else parse_labelled
                 chats = read(raw, parse, ignored)
@@ -143,14 +145,22 @@ class Reader:
         self, raw: object, where: str, example: Example, teach: Teach | None = None
     ) -> list[Row]:
         """Return the rows of a record with their pixels. `teach` adds the targets of a teacher."""
-        chats = self.chats(raw, where)
+        chats, margin = self.chats(raw, where), None
+        if self.kind == "rated_pair":
+            margin = split_margin(raw, self.encoder.cfg.ignore_keys)[1]
         return [
-            self.row_of_chat(chat, sample, teach)
+            self.row_of_chat(chat, sample, teach, margin)
             for (chat, _), sample in zip(chats, example, strict=True)
         ]
 
-    def row_of_chat(self, record: Record, sample: Sample, teach: Teach | None = None) -> Row:
-        """Return the sample of a parsed chat with its pixels."""
+    def row_of_chat(
+        self,
+        record: Record,
+        sample: Sample,
+        teach: Teach | None = None,
+        margin: float | None = None,
+    ) -> Row:
+        """Return the sample of a parsed chat with its pixels, and with the margin of its pair."""
         where = record.where
         images = _read(record.media(Image), sample.image_grids, self.picture, f"{where}: image")
         videos = _read(record.media(Video), sample.video_grids, self._video, f"{where}: video")
@@ -160,15 +170,18 @@ class Reader:
         row = replace(Row(ids_S, labels_S, *images, *videos), loss_weights_S=weights_S)
         row = row if teach is None else teach(row, sample, where)
         if isinstance(self.kind, RetrievalForm):
-            row = self._read_at_end(row, self.kind)
-        return place_row(row, self.tokens, where)
+            row = self._read_at_end(row, self.kind.answers)
+        elif margin is not None:
+            values_S = {MARGIN: torch.full(row.ids_S.shape, margin)}
+            row = replace(self._read_at_end(row), values_S=values_S)
+        return place_row(row, self.tokens, where, tuple(row.values_S))
 
-    def _read_at_end(self, row: Row, form: RetrievalForm) -> Row:
+    def _read_at_end(self, row: Row, answers: tuple[str, str] | None = None) -> Row:
         """Return the row with its last token as the only place that is read: for the logits of yes
         and no, or for its hidden state, where the target has no meaning."""
         targets = [int(row.ids_S[-1])]
-        if form.answers is not None:
-            targets = self.encoder.renderer.ids_of(form.answers)
+        if answers is not None:
+            targets = self.encoder.renderer.ids_of(answers)
         targets_SJ = torch.full((len(row.ids_S), len(targets)), IGNORE)
         targets_SJ[-1] = torch.tensor(targets)
         labels_S = torch.full_like(row.ids_S, IGNORE)

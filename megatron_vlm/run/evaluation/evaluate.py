@@ -39,7 +39,7 @@ from megatron_vlm.run.evaluation.scores import (
 from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.reference import with_reference
 from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective
-from megatron_vlm.training.run_objective import DistillObjective, TrainObjective
+from megatron_vlm.training.run_objective import DistillObjective, RewardObjective, TrainObjective
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -135,7 +135,7 @@ class Evaluator:
 
     def _scores(self, held_out: EvalSet) -> dict[str, float]:
         match self.objective:
-            case PreferenceObjective() as objective:
+            case PreferenceObjective() | RewardObjective() as objective:
                 return preference_scores(held_out, objective, self.alive)
             case DistillObjective() as objective:
                 return distill_scores(held_out, objective, self.alive)

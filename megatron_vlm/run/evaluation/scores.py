@@ -40,7 +40,7 @@ from megatron_vlm.training.retrieval_step import (
 )
 from megatron_vlm.training.row_losses import listwise, pointwise
 from megatron_vlm.training.row_scores import score_rows
-from megatron_vlm.training.run_objective import DistillObjective
+from megatron_vlm.training.run_objective import DistillObjective, RewardObjective
 
 BLOCK = 64  # questions held in memory together
 
@@ -59,7 +59,7 @@ def token_scores(held_out: EvalSet, alive: Alive) -> dict[str, float]:
 
 
 def preference_scores(
-    held_out: EvalSet, objective: PreferenceObjective, alive: Alive
+    held_out: EvalSet, objective: PreferenceObjective | RewardObjective, alive: Alive
 ) -> dict[str, float]:
     """Return the mean loss of a set's examples, and the figures of its answers. A collective."""
     sums: dict[str, float] = {}
