@@ -42,7 +42,7 @@ def export_checkpoint(
 def _export(folder: Path, out: str, model_path: str | None, kind: Exported | None) -> None:
     manifest = verify(folder)
     cfg = read_saved(folder)
-    source = HFCheckpoint(model_path or cfg.model.path, cfg.data.add_tokens)
+    source = HFCheckpoint(model_path or cfg.model.path, cfg.data.add_tokens, cfg.model.mtp)
     source.read_headers()
     check_tensors(source)
     reader = PieceReader(folder, read_index(folder))

@@ -47,6 +47,25 @@ def check_lora(cfg: Config) -> Iterator[ConfigError]:
     yield from _errors(cfg) if cfg.lora.rank else _leftovers(cfg)
 
 
+@check_of
+def check_drafts(cfg: Config) -> Iterator[ConfigError]:
+    """Refuse to train a head for drafts where that has no meaning, or nowhere to be stored."""
+    if cfg.model.mtp != "train":
+        return
+    if cfg.train.objective != "sft":
+        yield ConfigError(
+            f": train.objective={cfg.train.objective} does not train the head for drafts",
+            key="model.mtp",
+            allowed="carry",
+        )
+    if cfg.lora.rank and "adapter" in exports(cfg):
+        yield ConfigError(
+            ": PEFT's files have no place for the head for drafts",
+            key="model.mtp",
+            remedy="set checkpoint.export=merged, or false",
+        )
+
+
 def _leftovers(cfg: Config) -> Iterator[ConfigError]:
     """Yield an error for each setting of adapters, where there are none."""
     default = LoraConfig()

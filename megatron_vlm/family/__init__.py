@@ -55,9 +55,12 @@ def read_family(folder: str | Path) -> "Family":
     return family_of(read_config(folder), folder)
 
 
-def read_sizes(folder: str | Path, add_tokens: Sequence[str] = ()) -> "ModelSizes":
-    """Read the sizes in config.json, in our own names, with the added tokens."""
+def read_sizes(
+    folder: str | Path, add_tokens: Sequence[str] = (), mtp: str = "carry"
+) -> "ModelSizes":
+    """Read the sizes in config.json, in our own names, with the added tokens, for model.mtp."""
     config = read_config(folder)
     if (new_tokens := find_new_tokens(folder, add_tokens)) is not None:
         new_tokens.grow(config)
-    return family_of(config, folder).sizes_of(config)
+    sizes = family_of(config, folder).sizes_of(config)
+    return sizes.with_drafts(str(folder)) if mtp == "train" else sizes

@@ -4,7 +4,7 @@ The name table, loading, checkpoints, the memory estimate, FLOPs and the start-u
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.decoder_layers import (
     Attention,
     DenseMLP,
+    DraftHead,
     Experts,
     FullAttention,
     GatedDeltaNet,
@@ -30,6 +32,7 @@ class Part(StrEnum):
     embed = "embed"
     decoder = "decoder"
     head = "head"
+    drafts = "drafts"  # the head for drafts, where it is trained
 
     @property
     def switch(self) -> str:
@@ -231,6 +234,8 @@ class ModelSizes:
     # Shapes of some tensors that are passed through (`Family.passthrough`), where a checkpoint has
     # them.
     passthrough: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    drafts: DraftHead | None = None  # the head for drafts that a checkpoint may have
+    trains_drafts: bool = False  # its tensors are among the model's
 
     @staticmethod
     def from_parts(
@@ -245,6 +250,18 @@ class ModelSizes:
         head = TensorSpec(names.head, (text.vocab, text.hidden), Part.head, "head")
         tensors = (*tower, *text_tensors(text, names), *(() if tied else (head,)))
         return ModelSizes(text, vision, tokens, tied, tensors, head, names)
+
+    def with_drafts(self, path: str) -> "ModelSizes":
+        """Return the sizes of the model at `path` with its head for drafts, which is trained."""
+        if self.drafts is None:
+            raise lacks_drafts(path)
+        added = (
+            TensorSpec(self.drafts.prefix + tensor.name, tensor.shape, Part.drafts)
+            for param in self.drafts.params(self.text.hidden)
+            for tensor in param.tensors
+        )
+        tensors = (*self.tensors, *added)
+        return replace(self, tensors=tensors, passthrough={}, trains_drafts=True)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -261,6 +278,16 @@ class ModelSizes:
         """The tensors, and the head's weight even if it is tied: every tensor that may have an
         adapter. The adapter of a tied head leaves the embedding as it is."""
         return (*self.tensors, self.head) if self.tied else self.tensors
+
+
+def lacks_drafts(path: str) -> ConfigError:
+    """Return the error of a model without a head for drafts that is to be trained."""
+    return ConfigError(
+        f"trains a head for drafts (mtp.*), and {path} has none",
+        key="model.mtp",
+        found="train",
+        remedy="give a checkpoint that has one, or leave model.mtp out",
+    )
 
 
 def text_tensors(text: TextSizes, names: HFNames) -> Iterator[TensorSpec]:

@@ -18,6 +18,8 @@ from torch import Tensor
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.added_tokens import find_new_tokens
+from megatron_vlm.family.decoder_layers import DraftHead
+from megatron_vlm.family.spec import lacks_drafts
 from megatron_vlm.hf.block_weight import StoredBlocks, find_blocks
 from megatron_vlm.hf.expert_layouts import ExpertStorage, Span, find_form, slices_of
 from megatron_vlm.io.hub import folder_of, pin
@@ -45,8 +47,8 @@ class TensorInfo:
 class HFCheckpoint:
     """Checkpoint whose headers are read at once, and whose data is read slice by slice."""
 
-    def __init__(self, path: str | Path, add_tokens: Sequence[str] = ()):
-        """Open the checkpoint. `add_tokens` is data.add_tokens."""
+    def __init__(self, path: str | Path, add_tokens: Sequence[str] = (), mtp: str = "carry"):
+        """Open the checkpoint. `add_tokens` is data.add_tokens, and `mtp` is model.mtp."""
         self.name = pin(str(path))  # in the form of `model.path`
         self.path = folder_of(self.name)
         self.config = read_config(self.path)
@@ -56,6 +58,8 @@ class HFCheckpoint:
         if self.new_tokens is not None:
             self.new_tokens.grow(self.config)
         self.sizes = self.family.sizes_of(self.config)
+        if mtp == "train":
+            self.sizes = self.sizes.with_drafts(self.name)
         self._means: dict[str, Tensor] = {}  # means of the rows of known tokens
         self._open_files: dict[Path, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}  # the stored form
@@ -64,13 +68,14 @@ class HFCheckpoint:
         self.in_blocks: dict[str, StoredBlocks] = {}  # tensors that are stored in 4 bits
         self._files: dict[str, Path] = {}  # file of every stored tensor
         self.is_untied = False  # see `untied`
-        self.experts = ExpertStorage.out_in
+        self.experts = self.draft_experts = ExpertStorage.out_in
 
     def read_headers(self) -> None:
         """Fill `tensors` and `passthrough` from the headers of the weight files. If two files have
         the same tensor, the last one counts, as in transformers. The files of a name on the Hub are
         downloaded now."""
         folder_of(self.name, weights=True)
+        patterns = () if self.sizes.trains_drafts else self.family.passthrough
         for file in weight_files(self.path):
             for name, info in read_header(file).items():
                 shape = tuple(info["shape"])
@@ -79,14 +84,24 @@ class HFCheckpoint:
                 if self._has_rows_of_tokens(name) and shape[:1] == (self.stored_vocab,):
                     num_bytes = num_bytes // self.stored_vocab * self.sizes.text.vocab
                     shape = (self.sizes.text.vocab, *shape[1:])
-                passes = any(fnmatchcase(name, pattern) for pattern in self.family.passthrough)
+                passes = any(fnmatchcase(name, pattern) for pattern in patterns)
                 kind = self.passthrough if passes else self.tensors
                 kind[name] = TensorInfo(file, shape, info["dtype"], num_bytes)
                 self._files[name] = file
         self._find_blocks()
+        drafted = {name for name in self.tensors if name.startswith(DraftHead.prefix)}
+        if self.sizes.trains_drafts and not drafted:
+            raise lacks_drafts(self.name)
         if self.sizes.text.experts is not None:
-            shapes = {name: info.shape for name, info in self.tensors.items()}
+            of_drafts = {name: self.tensors[name].shape for name in drafted}
+            shapes = {n: info.shape for n, info in self.tensors.items() if n not in drafted}
             self.experts = find_form(str(self.path), shapes, self.sizes)
+            self.draft_experts = find_form(str(self.path), of_drafts, self.sizes)
+
+    def form_of(self, name: str) -> ExpertStorage:
+        """Return the form in which a tensor is stored if it is of experts. A head for drafts may
+        have another form than the model."""
+        return self.draft_experts if name.startswith(DraftHead.prefix) else self.experts
 
     def stored_name(self, name: str) -> str:
         """Return the tensor that has a weight's values: the embedding for a tied head."""
@@ -107,7 +122,8 @@ class HFCheckpoint:
 
     def is_in_blocks(self, name: str) -> bool:
         """Return whether all stored tensors of a weight are in 4 bits."""
-        return self.in_blocks.keys() >= self.experts.stored(name, self.sizes.shapes[name]).keys()
+        stored = self.form_of(name).stored(name, self.sizes.shapes[name])
+        return self.in_blocks.keys() >= stored.keys()
 
     def without_tied_head(self) -> "HFCheckpoint":
         """Return the same checkpoint with a separate head, in the embedding's dtype. It serves the
@@ -123,7 +139,7 @@ class HFCheckpoint:
         """Read a slice of one tensor, (start, end) or None for each leading dimension."""
         if self.new_tokens is not None and self._has_rows_of_tokens(name):
             return self._read_grown(name, *(spans or [None]))
-        return self.experts.read(self._read, name, spans)
+        return self.form_of(name).read(self._read, name, spans)
 
     def read_passthrough(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that an export copies, as they are stored."""

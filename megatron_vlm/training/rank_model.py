@@ -56,7 +56,8 @@ def load_model(
 ) -> RankModel:
     """Join the other ranks, build the model and load its weights. With `base`, a model of the same
     checkpoint and layout, frozen weights are shared with it. A collective."""
-    source = base.source if base else HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
+    opened = cfg.model.path, cfg.data.add_tokens, cfg.model.mtp
+    source = base.source if base else HFCheckpoint(*opened)
     remark = platform.remark(cfg.platform, source.sizes.num_values)
     if remark is not None and base is None and rank_of_process() == 0:
         print_to_user(remark)

@@ -175,7 +175,7 @@ def dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) -> 
 def plan_model(cfg: Config, console: Console, gpus: int | None, memory: str | None) -> PlannedModel:
     """Check the model and the layout on the machine that is planned for."""
     cfg = with_model(cfg, weights=False)
-    source = HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
+    source = HFCheckpoint(cfg.model.path, cfg.data.add_tokens, cfg.model.mtp)
     target = target_machine(cfg, source.sizes.num_values, gpus, memory)
     world = target.world(cfg)
     if needs_planning(cfg):

@@ -39,7 +39,7 @@ def run_plan(cfg: Config, cluster: Cluster, fit: bool, html: str | None) -> None
             "weights, or for a card of 2020 or later, such as A10 or RTX 3090; fp16 is not trained",
         )
     cfg = with_model(cfg, weights=False)
-    sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
+    sizes = read_sizes(cfg.model.path, cfg.data.add_tokens, cfg.model.mtp)
     mix = mix_of(cfg, sizes)
     has_experts = sizes.text.experts is not None
     if fit:
