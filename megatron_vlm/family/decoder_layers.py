@@ -364,7 +364,7 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class DraftHead:
+class DraftHeadSpec:
     """Head for drafts of speculative decoding ("multi-token prediction"): from the decoder's input
     at a token and the hidden state of the token before, a product, a layer and a norm make a hidden
     state from which the model's own head predicts the next token."""

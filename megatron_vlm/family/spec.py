@@ -16,7 +16,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.decoder_layers import (
     Attention,
     DenseMLP,
-    DraftHead,
+    DraftHeadSpec,
     Experts,
     FullAttention,
     GatedDeltaNet,
@@ -234,7 +234,7 @@ class ModelSizes:
     # Shapes of some tensors that are passed through (`Family.passthrough`), where a checkpoint has
     # them.
     passthrough: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    drafts: DraftHead | None = None  # the head for drafts that a checkpoint may have
+    drafts: DraftHeadSpec | None = None  # the head for drafts that a checkpoint may have
     trains_drafts: bool = False  # its tensors are among the model's
 
     @staticmethod

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.added_tokens import find_new_tokens
-from megatron_vlm.family.decoder_layers import DraftHead
+from megatron_vlm.family.decoder_layers import DraftHeadSpec
 from megatron_vlm.family.spec import lacks_drafts
 from megatron_vlm.hf.block_weight import StoredBlocks, find_blocks
 from megatron_vlm.hf.expert_layouts import ExpertStorage, Span, find_form, slices_of
@@ -89,7 +89,7 @@ class HFCheckpoint:
                 kind[name] = TensorInfo(file, shape, info["dtype"], num_bytes)
                 self._files[name] = file
         self._find_blocks()
-        drafted = {name for name in self.tensors if name.startswith(DraftHead.prefix)}
+        drafted = {name for name in self.tensors if name.startswith(DraftHeadSpec.prefix)}
         if self.sizes.trains_drafts and not drafted:
             raise lacks_drafts(self.name)
         if self.sizes.text.experts is not None:
@@ -101,7 +101,7 @@ class HFCheckpoint:
     def form_of(self, name: str) -> ExpertStorage:
         """Return the form in which a tensor is stored if it is of experts. A head for drafts may
         have another form than the model."""
-        return self.draft_experts if name.startswith(DraftHead.prefix) else self.experts
+        return self.draft_experts if name.startswith(DraftHeadSpec.prefix) else self.experts
 
     def stored_name(self, name: str) -> str:
         """Return the tensor that has a weight's values: the embedding for a tied head."""

@@ -36,8 +36,8 @@ def activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
         return at_end * layout.itemsize if dims.is_last(place) else 0
     kept = _values_of_layers(layout, place, batch, layer_values)
     values = sum(kept) + _mask_values(layout, place, batch)
-    # Features that have not been added yet arrive with the hidden states.
-    arriving = Carry.extras(sizes, dims, place - 1, bool(batch.patches))
+    # Features that have not been added yet arrive with the hidden states, and the decoder's input.
+    arriving = Carry.extras(sizes, dims, place - 1, bool(batch.patches), place > 0)
     if place > 0 or model.recompute == "full":
         values += tokens * hidden * arriving
     if place == 0:
@@ -59,7 +59,7 @@ def offloaded_activations(layout: ModelLayout, place: int, batch: BatchSizes) ->
     if place > 0:  # the schedule keeps the input of a stage on the device
         values -= of_input
     elif layout.cfg.model.recompute == "full":
-        values += of_input * Carry.extras(sizes, layout.dims, -1, bool(batch.patches))
+        values += of_input * Carry.extras(sizes, layout.dims, -1, bool(batch.patches), False)
     return values * layout.itemsize
 
 
@@ -130,7 +130,7 @@ def _kept_of_drafts(layout: ModelLayout, batch: BatchSizes) -> int:
     if drafts is None or not sizes.trains_drafts:
         return 0
     layer = layer_values(layout.of_drafts, drafts.layer, batch)
-    return layer + (6 * batch.padded_tokens + 3 * batch.supervised) * sizes.text.hidden
+    return layer + (4 * batch.padded_tokens + 3 * batch.supervised) * sizes.text.hidden
 
 
 def working_bytes(layout: ModelLayout, place: int, batch: BatchSizes) -> int:

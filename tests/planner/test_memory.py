@@ -212,11 +212,9 @@ CASES = {
     "delta-experts-ep2": (layout(dp=2, ep=2), {**DELTA, "experts": 4}),
     "delta-experts-lora": (lora(layout(), EVERY), {**DELTA, "experts": 4}),
     "drafts": (layout(mtp="train"), DRAFTS),
-    "drafts-tp2-pp2": (layout(tp=2, pp=2, mtp="train", layers_per_stage=[1, 3]), DRAFTS),
-    "drafts-pp2-dp2-overlap": (
-        layout(pp=2, dp=2, mtp="train", recompute="full", overlap_grad_reduce=True),
-        DRAFTS,
-    ),
+    "drafts-tp2": (layout(tp=2, mtp="train"), DRAFTS),
+    "drafts-pp2": (layout(pp=2, mtp="train", layers_per_stage=[1, 3]), DRAFTS),
+    "drafts-pp2-full": (layout(pp=2, mtp="train", recompute="full"), DRAFTS),
     "drafts-experts-ep2": (layout(dp=2, ep=2, mtp="train"), {**DRAFTS, "experts": 4}),
     "drafts-alone": (
         layout(mtp="train", freeze_vision=True, freeze_merger=True, freeze_language=True),
@@ -227,7 +225,7 @@ BF16 = {"lora-merger-dp2", "tied", "pp2-tied", "dp2-plain-optimizer", "dp2-tied-
 BF16 |= {"dp2-tp2-vision-frozen"}
 QUICK = {
     *("full", "tower-frozen", "tp2-odd-vocab", "pp2-tied", "dp2", "offload-pp2-full"),
-    *("lora-tp2", "pp2x2-dp2", "experts-ep2", "delta-pp2", "drafts-tp2-pp2"),
+    *("lora-tp2", "pp2x2-dp2", "experts-ep2", "delta-pp2", "drafts-pp2"),
 }
 
 

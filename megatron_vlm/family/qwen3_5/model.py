@@ -84,7 +84,7 @@ def _with_draft_head(sizes: ModelSizes) -> ModelSizes:
     its tensors outside of the layer."""
     attention = sizes.text.attentions[0]
     full = next(layer for layer in sizes.text.layers if layer.mixer is attention)
-    drafts = decoder_layers.DraftHead(full)
+    drafts = decoder_layers.DraftHeadSpec(full)
     shapes = {
         drafts.prefix + tensor.name: tensor.shape
         for param in drafts.params(sizes.text.hidden)
