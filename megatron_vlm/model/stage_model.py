@@ -179,7 +179,8 @@ class StageModel(GPTModel):
         hidden_SBH = output_SBH.detach()
         if given.all_places:
             with torch.no_grad():
-                hidden_SBH = self.decoder.final_layernorm(given.all_places.pop())
+                hidden_SBH = self.decoder.final_layernorm(given.all_places[0])
+            given.all_places[0] = hidden_SBH.new_empty(0)  # a recomputation makes no other one
         # Its router follows no given choices, and adds no losses.
         own = PassContext(given.ids_BS, Routing(given.routing.places_N))
         rotary = self.rotary_pos_emb(position_ids_3BS)
