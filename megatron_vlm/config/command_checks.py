@@ -28,6 +28,12 @@ def check_rl(cfg: Config) -> Iterator[ConfigError]:
     check_training(cfg)
     yield from _objective_errors(cfg, "megatron-vlm rl learns from rewards")
     rl = cfg.rl
+    if cfg.model.mtp == "train" and cfg.lora.rank:
+        yield ConfigError(
+            ": engines get adapters, which have no place for the head for drafts",
+            key="model.mtp",
+            remedy="leave it out, or set lora.rank=0",
+        )
     yield from _reward_errors(cfg)
     if rl.agent is not None and cfg.teacher.view is not None:
         yield ConfigError(
@@ -237,6 +243,10 @@ def check_serve(cfg: Config) -> Iterator[ConfigError]:
                 key=f"lora.{name}",
                 remedy="leave it out, and see serve.lora_alpha and serve.max_rank",
             )
+    if cfg.model.mtp != "carry":
+        yield ConfigError(
+            ": clients choose the losses of their models", key="model.mtp", allowed="carry"
+        )
     if not optimizer_spec(cfg.optim).step_settings:
         yield ConfigError(
             ": clients send settings of AdamW with each step, and it has others as well",

@@ -21,6 +21,13 @@ def learns(cfg: Config, switch: str) -> bool:
     return not getattr(cfg.model, f"freeze_{switch}")
 
 
+def extra_head(cfg: Config) -> Literal["score", "drafts"] | None:
+    """Return the head that learns beside the usual weights: of a reward model, or for drafts."""
+    if cfg.train.objective == "reward":
+        return "score"
+    return "drafts" if cfg.model.mtp == "train" else None
+
+
 def scale_of(lora: LoraConfig) -> float:
     """Return the factor that scales the output of adapters."""
     return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
@@ -45,6 +52,25 @@ def export_of(cfg: Config) -> Exported:
 def check_lora(cfg: Config) -> Iterator[ConfigError]:
     """Refuse values of lora.* and checkpoint.export that cannot work, alone or together."""
     yield from _errors(cfg) if cfg.lora.rank else _leftovers(cfg)
+
+
+@check_of
+def check_drafts(cfg: Config) -> Iterator[ConfigError]:
+    """Refuse to train a head for drafts where that has no meaning, or nowhere to be stored."""
+    if cfg.model.mtp != "train":
+        return
+    if cfg.train.objective != "sft":
+        yield ConfigError(
+            f": train.objective={cfg.train.objective} does not train the head for drafts",
+            key="model.mtp",
+            allowed="carry",
+        )
+    if cfg.lora.rank and "adapter" in exports(cfg):
+        yield ConfigError(
+            ": PEFT's files have no place for the head for drafts",
+            key="model.mtp",
+            remedy="set checkpoint.export=merged, or false",
+        )
 
 
 def _leftovers(cfg: Config) -> Iterator[ConfigError]:

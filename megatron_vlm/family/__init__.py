@@ -56,12 +56,12 @@ def read_family(folder: str | Path) -> "Family":
 
 
 def read_sizes(
-    folder: str | Path, add_tokens: Sequence[str] = (), has_score: bool = False
+    folder: str | Path, add_tokens: Sequence[str] = (), extra_head: str | None = None
 ) -> "ModelSizes":
-    """Read the sizes in config.json, in our own names, with the added tokens. `has_score`: of a
-    reward model."""
+    """Read the sizes in config.json, in our own names, with the added tokens and with a scalar head
+    (`score`) or the head for drafts (`drafts`)."""
     config = read_config(folder)
     if (new_tokens := find_new_tokens(folder, add_tokens)) is not None:
         new_tokens.grow(config)
     sizes = family_of(config, folder).sizes_of(config)
-    return sizes.with_score() if has_score else sizes
+    return sizes.with_extra_head(extra_head, str(folder))

@@ -6,7 +6,7 @@ caches are loops over these descriptions. Importing this file imports neither to
 transformers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import ClassVar, Protocol
 
@@ -361,6 +361,25 @@ class LayerSpec:
     def mlp_flops_per_token(self, hidden: int) -> int:
         """Return the part of these operations that a dense feed-forward network has."""
         return 2 * _matrix_values(self.ffn.params(hidden))
+
+
+@dataclass(frozen=True)
+class DraftHeadSpec:
+    """Head for drafts of speculative decoding ("multi-token prediction"): from the decoder's input
+    at a token and the hidden state of the token before, a product, a layer and a norm make a hidden
+    state from which the model's own head predicts the next token."""
+
+    layer: LayerSpec
+    prefix: ClassVar[str] = "mtp."  # begins the names of its tensors in a checkpoint
+
+    def params(self, hidden: int) -> Iterator[LayerParam]:
+        """Yield every parameter, without the prefix. None of them can have an adapter."""
+        yield LayerParam("fc.weight", (LayerTensor("fc.weight", (hidden, 2 * hidden)),))
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            yield vector_param(f"{name}.weight", f"{name}.weight", hidden)
+        for param in self.layer.params(hidden):
+            tensors = (LayerTensor(f"layers.0.{each.name}", each.shape) for each in param.tensors)
+            yield replace(param, name=f"layers.0.{param.name}", tensors=tuple(tensors))
 
 
 def _matrix_values(params: Iterator[LayerParam]) -> int:

@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.decoder_layers import (
     Attention,
     DenseMLP,
+    DraftHeadSpec,
     Experts,
     FullAttention,
     GatedDeltaNet,
@@ -31,6 +33,7 @@ class Part(StrEnum):
     decoder = "decoder"
     head = "head"
     score = "score"  # the scalar head of a reward model
+    drafts = "drafts"  # the head for drafts, where it is trained
 
     @property
     def switch(self) -> str:
@@ -236,6 +239,8 @@ class ModelSizes:
     # Shapes of some tensors that are passed through (`Family.passthrough`), where a checkpoint has
     # them.
     passthrough: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    drafts: DraftHeadSpec | None = None  # the head for drafts that a checkpoint may have
+    trains_drafts: bool = False  # its tensors are among the model's
 
     @staticmethod
     def from_parts(
@@ -250,6 +255,24 @@ class ModelSizes:
         head = TensorSpec(names.head, (text.vocab, text.hidden), Part.head, "head")
         tensors = (*tower, *text_tensors(text, names), *(() if tied else (head,)))
         return ModelSizes(text, vision, tokens, tied, tensors, head, names)
+
+    def with_extra_head(self, kind: str | None, path: str) -> "ModelSizes":
+        """Return the sizes of the model at `path` with one more head: `score` or `drafts`."""
+        if kind == Part.score:
+            return self.with_score()
+        return self.with_drafts(path) if kind == Part.drafts else self
+
+    def with_drafts(self, path: str) -> "ModelSizes":
+        """Return the sizes of the model at `path` with its head for drafts, which is trained."""
+        if self.drafts is None:
+            raise lacks_drafts(path)
+        added = (
+            TensorSpec(self.drafts.prefix + tensor.name, tensor.shape, Part.drafts)
+            for param in self.drafts.params(self.text.hidden)
+            for tensor in param.tensors
+        )
+        tensors = (*self.tensors, *added)
+        return replace(self, tensors=tensors, passthrough={}, trains_drafts=True)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -278,6 +301,16 @@ class ModelSizes:
         score = TensorSpec(SCORE, (1, self.text.hidden), Part.score)
         body = (tensor for tensor in self.tensors if tensor.part is not Part.head)
         return replace(self, tied=True, tensors=(*body, score))
+
+
+def lacks_drafts(path: str) -> ConfigError:
+    """Return the error of a model without a head for drafts that is to be trained."""
+    return ConfigError(
+        f"trains a head for drafts (mtp.*), and {path} has none",
+        key="model.mtp",
+        found="train",
+        remedy="give a checkpoint that has one, or leave model.mtp out",
+    )
 
 
 def text_tensors(text: TextSizes, names: HFNames) -> Iterator[TensorSpec]:

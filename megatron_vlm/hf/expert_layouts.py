@@ -29,11 +29,6 @@ class ExpertStorage(Enum):
     in_out = "two tensors [experts, in, out], as the released checkpoints have them"
     single = "three matrices [out, in] for each expert"
 
-    def all_stored(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return the stored tensors that correspond to these tensors, with their shapes."""
-        stored = (self.stored(name, shape) for name, shape in shapes.items())
-        return {name: shape for tensors in stored for name, shape in tensors.items()}
-
     def stored(self, name: str, shape: Shape) -> dict[str, Shape]:
         """Return the stored tensors that correspond to one of our tensors, in the order of `split`,
         with their shapes. Tensors of other parts of the model are stored unchanged."""

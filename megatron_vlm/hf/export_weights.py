@@ -261,12 +261,12 @@ def _names_of(name: str, source: HFCheckpoint) -> list[str]:
     names = source.sizes.names
     if name == names.embedding and source.sizes.tied and names.head in source.tensors:
         return [name, names.head]
-    return list(source.experts.stored(name, source.sizes.shapes[name]))
+    return list(source.form_of(name).stored(name, source.sizes.shapes[name]))
 
 
 def _as_stored(name: str, tensor: Tensor, source: HFCheckpoint) -> Iterator[tuple[str, Tensor]]:
     """Return a tensor under the names and in the form in which the source stores it."""
-    names, values = _names_of(name, source), source.experts.split(name, tensor)
+    names, values = _names_of(name, source), source.form_of(name).split(name, tensor)
     return zip(names, values * (len(names) // len(values)), strict=True)
 
 

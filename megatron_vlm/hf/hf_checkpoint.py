@@ -16,10 +16,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.trainable import extra_head
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.added_tokens import find_new_tokens
-from megatron_vlm.family.spec import SCORE
+from megatron_vlm.family.decoder_layers import DraftHeadSpec
+from megatron_vlm.family.spec import SCORE, lacks_drafts
 from megatron_vlm.hf.block_weight import StoredBlocks, find_blocks
 from megatron_vlm.hf.expert_layouts import ExpertStorage, Span, find_form, slices_of
 from megatron_vlm.io.hub import folder_of, pin
@@ -47,9 +49,11 @@ class TensorInfo:
 class HFCheckpoint:
     """Checkpoint whose headers are read at once, and whose data is read slice by slice."""
 
-    def __init__(self, path: str | Path, add_tokens: Sequence[str] = (), has_score: bool = False):
-        """Open the checkpoint. `add_tokens` is data.add_tokens. `has_score`: as a reward model. If
-        it has no scalar head, it reads as if it had a new one."""
+    def __init__(
+        self, path: str | Path, add_tokens: Sequence[str] = (), extra_head: str | None = None
+    ):
+        """Open the checkpoint. `add_tokens` is data.add_tokens. `extra_head` is as in `read_sizes`;
+        if there is no scalar head, it reads as if it had a new one."""
         self.name = pin(str(path))  # in the form of `model.path`
         self.path = folder_of(self.name)
         self.config = read_config(self.path)
@@ -58,8 +62,7 @@ class HFCheckpoint:
         self.stored_vocab: int = self.config.text_config.vocab_size
         if self.new_tokens is not None:
             self.new_tokens.grow(self.config)
-        sizes = self.family.sizes_of(self.config)
-        self.sizes = sizes.with_score() if has_score else sizes
+        self.sizes = self.family.sizes_of(self.config).with_extra_head(extra_head, self.name)
         self.has_new_score = False
         self._means: dict[str, Tensor] = {}  # means of the rows of known tokens
         self._open_files: dict[Path, Any] = {}
@@ -69,19 +72,19 @@ class HFCheckpoint:
         self.in_blocks: dict[str, StoredBlocks] = {}  # tensors that are stored in 4 bits
         self._files: dict[str, Path] = {}  # file of every stored tensor
         self.is_untied = False  # see `untied`
-        self.experts = ExpertStorage.out_in
+        self.experts = self.draft_experts = ExpertStorage.out_in
 
     @staticmethod
     def of(cfg: Config, path: str | None = None) -> "HFCheckpoint":
         """Open the checkpoint of a configuration, or another one in its place."""
-        is_reward = cfg.train.objective == "reward"
-        return HFCheckpoint(path or cfg.model.path, cfg.data.add_tokens, is_reward)
+        return HFCheckpoint(path or cfg.model.path, cfg.data.add_tokens, extra_head(cfg))
 
     def read_headers(self) -> None:
         """Fill `tensors` and `passthrough` from the headers of the weight files. If two files have
         the same tensor, the last one counts, as in transformers. The files of a name on the Hub are
         downloaded now."""
         folder_of(self.name, weights=True)
+        patterns = () if self.sizes.trains_drafts else self.family.passthrough
         for file in weight_files(self.path):
             for name, info in read_header(file).items():
                 shape = tuple(info["shape"])
@@ -90,7 +93,7 @@ class HFCheckpoint:
                 if self._has_rows_of_tokens(name) and shape[:1] == (self.stored_vocab,):
                     num_bytes = num_bytes // self.stored_vocab * self.sizes.text.vocab
                     shape = (self.sizes.text.vocab, *shape[1:])
-                passes = any(fnmatchcase(name, pattern) for pattern in self.family.passthrough)
+                passes = any(fnmatchcase(name, pattern) for pattern in patterns)
                 kind = self.passthrough if passes else self.tensors
                 kind[name] = TensorInfo(file, shape, info["dtype"], num_bytes)
                 self._files[name] = file
@@ -102,9 +105,19 @@ class HFCheckpoint:
             like, shape = self.tensors[self.sizes.names.embedding], self.sizes.shapes[SCORE]
             num_bytes = prod(shape) * FLOATS[like.dtype].itemsize
             self.tensors[SCORE] = TensorInfo(like.file, shape, like.dtype, num_bytes)
+        drafted = {name for name in self.tensors if name.startswith(DraftHeadSpec.prefix)}
+        if self.sizes.trains_drafts and not drafted:
+            raise lacks_drafts(self.name)
         if self.sizes.text.experts is not None:
-            shapes = {name: info.shape for name, info in self.tensors.items()}
+            of_drafts = {name: self.tensors[name].shape for name in drafted}
+            shapes = {n: info.shape for n, info in self.tensors.items() if n not in drafted}
             self.experts = find_form(str(self.path), shapes, self.sizes)
+            self.draft_experts = find_form(str(self.path), of_drafts, self.sizes)
+
+    def form_of(self, name: str) -> ExpertStorage:
+        """Return the form in which a tensor is stored if it is of experts. A head for drafts may
+        have another form than the model."""
+        return self.draft_experts if name.startswith(DraftHeadSpec.prefix) else self.experts
 
     def stored_name(self, name: str) -> str:
         """Return the tensor that has a weight's values: the embedding for a tied head."""
@@ -125,7 +138,8 @@ class HFCheckpoint:
 
     def is_in_blocks(self, name: str) -> bool:
         """Return whether all stored tensors of a weight are in 4 bits."""
-        return self.in_blocks.keys() >= self.experts.stored(name, self.sizes.shapes[name]).keys()
+        stored = self.form_of(name).stored(name, self.sizes.shapes[name])
+        return self.in_blocks.keys() >= stored.keys()
 
     def without_tied_head(self) -> "HFCheckpoint":
         """Return the same checkpoint with a separate head, in the embedding's dtype. It serves the
@@ -143,7 +157,7 @@ class HFCheckpoint:
             return self._new_score()
         if self.new_tokens is not None and self._has_rows_of_tokens(name):
             return self._read_grown(name, *(spans or [None]))
-        return self.experts.read(self._read, name, spans)
+        return self.form_of(name).read(self._read, name, spans)
 
     def _new_score(self) -> Tensor:
         """Return the values of a new scalar head: normal ones with the standard deviation of

@@ -1,6 +1,7 @@
 """Loading of weights: each rank reads from the safetensors shards only the slices that it holds."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -19,7 +20,9 @@ _ROWS = 2**14  # number of rows to compare at a time
 
 def check_tensors(source: HFCheckpoint) -> None:
     """Compare the shards' headers with config.json, and list every difference."""
-    expected, names = source.experts.all_stored(source.sizes.shapes), source.sizes.names
+    stored = (source.form_of(name).stored(name, x) for name, x in source.sizes.shapes.items())
+    expected = dict(chain.from_iterable(each.items() for each in stored))
+    names = source.sizes.names
     shapes = {name: info.shape for name, info in source.tensors.items()}
     if source.sizes.tied and names.head in shapes:  # some writers also store the tied head
         expected[names.head] = expected[names.embedding]

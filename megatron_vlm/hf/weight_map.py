@@ -19,6 +19,7 @@ from megatron_vlm.hf.layer_backends import BACKENDS
 
 # Our names of the head and of the norm before it.
 HEAD, LAST_NORM = "output_layer", "decoder.final_layernorm.weight"
+DRAFTS = "draft_head."  # prefix of our names of the head for drafts
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Entry:
         """Return whether the parameter stays as it was loaded."""
         if not all(tensor.learns for tensor in self.hf_tensors):
             return True
+        if self.part is Part.drafts:
+            return cfg.model.mtp != "train"
         is_new = self.origin is Origin.added or self.part is Part.score
         return not is_new and not learns(cfg, self.part.switch)
 
@@ -232,4 +235,8 @@ def name_table(sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entr
     elif dims.pp > 1:
         copy = [names.embedding]
         entries.append(entry(f"{HEAD}.weight", copy, vocab, last, Origin.copy))
+    if sizes.trains_drafts and (drafts := sizes.drafts) is not None:
+        for param in drafts.params(sizes.text.hidden):
+            full = [drafts.prefix + tensor.name for tensor in param.tensors]
+            entries.append(entry(DRAFTS + param.name, full, _layout_of(param), last))
     return entries

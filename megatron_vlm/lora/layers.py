@@ -84,12 +84,14 @@ class Adapters(nn.ModuleDict):
         added = {slot: F.linear(part, self._low_rank(slot).B) for slot, part in parts}
         return self._join_outputs(added)
 
-    def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(self, x: Tensor, is_frozen: bool = False) -> tuple[Tensor, Tensor]:
         """Return the addition of `forward` as two factors, the second transposed. The head needs
         this: it never has all its outputs at once, and it sums the first factor's gradient over the
-        ranks itself."""
+        ranks itself. With `is_frozen` there is no dropout, and only x gets a gradient."""
         (slot,) = self.slots
-        return self._down(x, slot) * self.scale, self._low_rank(slot).B
+        pair = self._low_rank(slot)
+        down = F.linear(x, pair.A.detach()) if is_frozen else self._down(x, slot)
+        return down * self.scale, pair.B
 
     def _down(self, x: Tensor, slot: HFLinear) -> Tensor:
         return F.linear(self._apply_dropout(x, slot), self._low_rank(slot).A)

@@ -125,7 +125,8 @@ def _refusals(cfg: Config) -> Iterator[Refusal]:
                 remedy = f"set parallel.{key}=true, or parallel.overlap_param_gather=false"
                 yield "parallel.overlap_param_gather", True, reason, remedy
     yield from BACKENDS[cfg.model.backend].refusals(cfg)
-    if not any(learns(cfg, part) for part in SWITCHES) and not cfg.lora.rank:
+    learning = any(learns(cfg, part) for part in SWITCHES) or cfg.model.mtp == "train"
+    if not learning and not cfg.lora.rank:
         reason = "vision, merger and language are all frozen: nothing is left to train"
         yield "model.freeze_language", True, reason, "unfreeze one of them"
 

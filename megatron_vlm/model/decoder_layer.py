@@ -35,6 +35,9 @@ class PassContext:
     # because the head reads no others. None: all.
     places_N: Tensor | None = None
     pictures: PictureTokens | None = None  # None: not known on the host
+    # The last layer's output at all places, where `places_N` leaves some out and a head for drafts
+    # reads it. None: nothing reads it.
+    all_places: list[Tensor] | None = None
     # Masks of attention that layers share, by what they depend on. The first of them makes each.
     masks: dict[object, Tensor] = field(default_factory=dict)
 
@@ -76,6 +79,10 @@ class DecoderLayer(TransformerLayer):
         places_N = attention_bias.places_N if self.is_last else None
         with attention_bias.on(self):
             hidden_SBH, _ = self._forward_attention(*args, context=None, **kwargs)
+            kept = attention_bias.all_places
+            if self.is_last and kept == []:  # a recomputation has the output already
+                with torch.no_grad():
+                    kept.append(self._forward_mlp(hidden_SBH))
             hidden_SBH = self._forward_mlp(_pick(hidden_SBH, places_N))
         if context is None:
             return hidden_SBH, None

@@ -30,11 +30,12 @@ class HeadOutput:
     top_log_probs_NJ: Tensor | None = None  # log-probs of these, in float64
     embeddings_NH: Tensor | None = None  # normalised hidden states
     scores_N: Tensor | None = None  # rewards, by the scalar head
+    drafts: Any = None  # DraftEvents of model/draft_head.py, where a head for drafts is trained
 
     @property
     def device(self) -> torch.device:
         """Device of the output, which Megatron's schedules ask for."""
-        return next(field.device for field in vars(self).values() if field is not None)
+        return next(field.device for field in vars(self).values() if isinstance(field, Tensor))
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class OutputLayer:
     tp_group: dist.ProcessGroup
     cap: float | None = None  # logits are cap * tanh(logits / cap)
     score_1H: Tensor | None = None  # weight of the scalar head of a reward model
+    is_frozen: bool = False  # only its inputs get gradients
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return this rank's part of the logits of hidden states [S, B, H]."""
@@ -66,7 +68,9 @@ class OutputLayer:
         """Return the products that make the logits."""
         products = [(hidden_NH, self.weight_VH)]
         if (adapters := getattr(self.layer, "lora", None)) is not None:
-            products.append(adapters.factors(hidden_NH))
+            products.append(adapters.factors(hidden_NH, self.is_frozen))
+        if self.is_frozen:
+            products = [(input_NI, weight_VI.detach()) for input_NI, weight_VI in products]
         return Products(products, self.cap)
 
     def predict(
@@ -79,6 +83,14 @@ class OutputLayer:
         """Return the log-probs of the targets, and the extra."""
         products, where = self.products(hidden_NH), (self.vocab, self.tp_group)
         return predict(products, targets.ids_M, *where, extra, targets.of_M, temperature)
+
+    def predict_events(
+        self, hidden_NH: Tensor, labels_N: Tensor, ids_NJ: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of the labels and, at a temperature, of these tokens and of all
+        others together."""
+        where = labels_N, ids_NJ, self.vocab, self.tp_group, temperature
+        return predict_lumped(self.products(hidden_NH), *where)
 
 
 Head = Callable[[Tensor, OutputLayer, Targets], HeadOutput]
@@ -112,8 +124,7 @@ def lumped_head(
     ids_NJ = targets.teacher_ids_NJ
     if ids_NJ is None:  # without supervised places, as in a filler
         ids_NJ = targets.ids_M.new_zeros(0, 1)
-    where = targets.ids_M, ids_NJ, layer.vocab, layer.tp_group, temperature
-    log_probs_N, events_NR = predict_lumped(layer.products(hidden_NH), *where)
+    log_probs_N, events_NR = layer.predict_events(hidden_NH, targets.ids_M, ids_NJ, temperature)
     return HeadOutput(log_probs_N, events_NR=events_NR)
 
 

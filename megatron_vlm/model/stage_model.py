@@ -4,9 +4,10 @@ Shapes: S tokens (Megatron is sequence first), B rows, H width of the decoder, V
 K DeepStack features, N supervised positions, 3 the axes time, height, width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,16 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.decoder_layer import PassContext
+from megatron_vlm.model.draft_head import DraftHead, draft_events
 from megatron_vlm.model.flash_windows import PictureTokens
 from megatron_vlm.model.head import Head, HeadOutput, OutputLayer, Targets, log_probs_head
 from megatron_vlm.model.kv_cache import KVCache
 from megatron_vlm.model.offload_activations import ActivationOffload, OffloadPass
 from megatron_vlm.model.router import Routing
 from megatron_vlm.model.vision import VisualPlan, encode, mark_ready_with_zero_grads
+
+# From supervised places [N], the hidden states [N, H] of guesses and which are any.
+Draft = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class StageModel(GPTModel):
@@ -77,6 +82,12 @@ class StageModel(GPTModel):
         if last and sizes.has_score:
             self.score = nn.Linear(sizes.text.hidden, 1, bias=False)
 
+    def add_drafts(self, submodules: TransformerBlockSubmodules) -> None:
+        """Add a head for drafts, which the last chunk of the pipeline has if it is trained."""
+        self.draft_head = DraftHead(
+            self.config, submodules, len(self.decoder.layers), self.pg_collection, self.vp_stage
+        )
+
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Store the previous stage's output, which Megatron's schedules hand over."""
         self.stage_input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
@@ -120,6 +131,7 @@ class StageModel(GPTModel):
         routing: Routing | None = head.pop("routing", None)
         has_visuals: bool = head.pop("has_visuals", True)
         pictures: PictureTokens | None = head.pop("pictures", None)
+        drafts = self.sizes.trains_drafts and torch.is_grad_enabled()
         if attention_mask is not None:
             _check_right_padded(attention_mask)
             routing = routing or Routing(_places(attention_mask.bool()))
@@ -135,15 +147,17 @@ class StageModel(GPTModel):
                     visuals = visuals.moved(lambda tensor: tensor.to(input_ids.device))
                 pixels = [pixel_values, pixel_values_videos]
                 hidden_SBH, features_KSBH = self._see(hidden_SBH, pixels, visuals)
-            carry = Carry(self._for_recompute(hidden_SBH), features_KSBH)
+            of_drafts = hidden_SBH.detach() if drafts else None
+            carry = Carry(self._for_recompute(hidden_SBH), features_KSBH, of_drafts)
         else:
             assert self.stage_input is not None
-            carry = Carry.from_tensor(self.stage_input, input_ids.shape[1])
+            carry = Carry.from_tensor(self.stage_input, input_ids.shape[1], drafts)
             self.decoder.set_input_tensor(carry.hidden_SBH)
         offload = self._begin_offload()
         places = head.get("loss_mask") if self.ends_at_places and cache is None else None
         places_N = places if places is not None and places.dim() == 1 else None
         more: dict[str, Any] = {"places_N": places_N, "pictures": pictures}
+        more["all_places"] = [] if drafts and places_N is not None else None
         given = PassContext(input_ids, routing or Routing(), cache, offload, has_visuals, **more)
         with nullcontext() if offload is None else offload.saving():
             output = super().forward(
@@ -154,8 +168,25 @@ class StageModel(GPTModel):
                 extra_block_kwargs={"context": carry.deepstack_KSBH, "attention_bias": given},
             )
         if self.post_process:
+            if drafts:
+                head["draft"] = self._drafting(carry, output, position_ids, given)
             return self._head(output, labels, is_picked=places_N is not None, **head)
-        return Carry(output, carry.deepstack_KSBH).to_tensor(len(self.decoder.layers))
+        return replace(carry, hidden_SBH=output).to_tensor(len(self.decoder.layers))
+
+    def _drafting(
+        self, carry: Carry, output_SBH: Tensor, position_ids_3BS: Tensor, given: PassContext
+    ) -> Draft:
+        """Return the head for drafts with all that it reads, from which nothing else learns."""
+        assert carry.input_SBH is not None
+        hidden_SBH = output_SBH.detach()
+        if given.all_places:
+            with torch.no_grad():
+                hidden_SBH = self.decoder.final_layernorm(given.all_places[0])
+            given.all_places[0] = hidden_SBH.new_empty(0)  # a recomputation makes no other one
+        # Its router follows no given choices, and adds no losses.
+        own = PassContext(given.ids_BS, Routing(given.routing.places_N))
+        rotary = self.rotary_pos_emb(position_ids_3BS)
+        return partial(self.draft_head, carry.input_SBH, hidden_SBH, rotary, own)
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         """Return the tokens' embeddings, times the family's scale. The padding token's embedding is
@@ -242,9 +273,11 @@ class StageModel(GPTModel):
         head: Head | None = None,
         targets: Targets | None = None,
         is_picked: bool = False,
+        draft: Draft | None = None,
     ) -> Tensor | HeadOutput:
         """Apply the head at supervised positions only, because the others carry no loss. If
-        `is_picked`, only these positions have hidden states, [N, 1, H]."""
+        `is_picked`, only these positions have hidden states, [N, 1, H]. `draft` returns the
+        hidden states of guesses of the same targets."""
         text, tp_group = self.sizes.text, self.pg_collection.tp
         layer = OutputLayer(
             self.output_layer, self.head_weight, text.vocab, tp_group, text.logit_cap
@@ -263,7 +296,10 @@ class StageModel(GPTModel):
             hidden_NH = hidden_NH.index_select(0, places_N)
         if targets is None:
             return layer.logits(hidden_NH[:, None])[:, 0]
-        return (head or log_probs_head)(hidden_NH, layer, targets)
+        output = (head or log_probs_head)(hidden_NH, layer, targets)
+        if draft is None:
+            return output
+        return replace(output, drafts=draft_events(*draft(places_N), hidden_NH.detach(), layer))
 
 
 def _check_right_padded(mask_BS: Tensor) -> None:

@@ -65,7 +65,7 @@ class MicroWork:
     layers: tuple[StepCost, ...]  # a decoder layer of each kind, and the last if it ends at places
     first: StepCost  # stage 0 without its layers: embedding, tower, scatter
     last: StepCost  # last stage without its layers: the head
-    hidden: int  # bytes of the hidden states, and of each set of DeepStack features
+    hidden: int  # bytes of what travels between stages besides DeepStack features
     features: int  # sets of DeepStack features that leave the tower
 
 
@@ -78,8 +78,9 @@ def micro_work(layout: ModelLayout, batch: BatchSizes) -> MicroWork:
             *[_layer(layout, sizes.text.layers[-1], batch, True)] * sizes.text.ends_at_places,
         ),
         _first(layout, work, batch),
-        _head(layout, batch),
-        batch.padded_tokens * sizes.text.hidden * layout.itemsize,
+        _head(layout, batch) + _drafts(layout, batch),
+        # The decoder's input travels beside the hidden states.
+        (1 + sizes.trains_drafts) * batch.padded_tokens * sizes.text.hidden * layout.itemsize,
         sizes.vision.deepstack if batch.patches else 0,
     )
 
@@ -184,6 +185,22 @@ def _head(layout: ModelLayout, batch: BatchSizes) -> StepCost:
         reduced=ring(tp) * batch.supervised * text.hidden * itemsize,
     )
     return StepCost(forward, backward)
+
+
+def _drafts(layout: ModelLayout, batch: BatchSizes) -> StepCost:
+    """Return the cost of a head for drafts that learns: its layer, the product before it, and the
+    logits. The model's most likely tokens and their log-probs take two passes over the vocabulary,
+    and so do the guesses."""
+    text, drafts, tokens = layout.sizes.text, layout.sizes.drafts, batch.padded_tokens
+    if drafts is None or not layout.sizes.trains_drafts:
+        return StepCost()
+    joined = OpCount(4 * text.hidden * text.hidden * tokens)
+    logits = batch.supervised * text.vocab / layout.dims.tp
+    once = OpCount(2 * text.hidden * logits, moved=logits * (2 * layout.itemsize + 3 * _FP32))
+    last = text.layers[-1].mlp_flops_per_token(text.hidden) * tokens * text.ends_at_places
+    read = OpCount(last / layout.dims.tp)  # the last layer's output at all places
+    own = StepCost(joined + once * 4 + read, joined * 2 + once)
+    return own + _layer(layout.of_drafts, drafts.layer, batch)
 
 
 def accumulate(values: int, itemsize: int) -> OpCount:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes, Part
@@ -51,6 +51,13 @@ class ModelLayout:
             f"freeze_{part}": not (learns(cfg, part) or part in parts) for part in SWITCHES
         }
         return replace(cfg, model=replace(cfg.model, **frozen))
+
+    @cached_property
+    def of_drafts(self) -> "ModelLayout":
+        """The layout in which a layer costs what that of a head for drafts costs: it learns as a
+        whole."""
+        model = replace(self.cfg.model, freeze_language=False, offload_activations=0.0)
+        return replace(self, cfg=replace(self.cfg, model=model, lora=LoraConfig()))
 
 
 @lru_cache(maxsize=8)

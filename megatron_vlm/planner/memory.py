@@ -32,11 +32,12 @@ def activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
     model, sizes, dims = layout.trained.model, layout.sizes, layout.dims
     hidden, tokens = sizes.text.hidden, batch.padded_tokens
     if place == 0 and _is_frozen(layout):
-        return _kept_of_head(layout, batch) * layout.itemsize if dims.is_last(place) else 0
+        at_end = _kept_of_head(layout, batch) + _kept_of_drafts(layout, batch)
+        return at_end * layout.itemsize if dims.is_last(place) else 0
     kept = _values_of_layers(layout, place, batch, layer_values)
     values = sum(kept) + _mask_values(layout, place, batch)
-    # Features that have not been added yet arrive with the hidden states.
-    arriving = Carry.extras(sizes, dims, place - 1, bool(batch.patches))
+    # Features that have not been added yet arrive with the hidden states, and the decoder's input.
+    arriving = Carry.extras(sizes, dims, place - 1, bool(batch.patches), place > 0)
     if place > 0 or model.recompute == "full":
         values += tokens * hidden * arriving
     if place == 0:
@@ -45,6 +46,7 @@ def activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
         norm = 1 if model.freeze_language else 2
         normed = batch.supervised if kept and sizes.text.ends_at_places else tokens
         values += norm * normed * hidden + _kept_of_head(layout, batch)
+        values += _kept_of_drafts(layout, batch)
     return values * layout.itemsize - offloaded_activations(layout, place, batch)
 
 
@@ -57,7 +59,7 @@ def offloaded_activations(layout: ModelLayout, place: int, batch: BatchSizes) ->
     if place > 0:  # the schedule keeps the input of a stage on the device
         values -= of_input
     elif layout.cfg.model.recompute == "full":
-        values += of_input * Carry.extras(sizes, layout.dims, -1, bool(batch.patches))
+        values += of_input * Carry.extras(sizes, layout.dims, -1, bool(batch.patches), False)
     return values * layout.itemsize
 
 
@@ -120,6 +122,17 @@ def _kept_of_head(layout: ModelLayout, batch: BatchSizes) -> int:
     return batch.supervised * (layout.sizes.text.hidden + low)
 
 
+def _kept_of_drafts(layout: ModelLayout, batch: BatchSizes) -> int:
+    """Return the number of values that a head for drafts keeps, 0 if it does not learn: of the
+    norms and the product before its layer, of the layer, and of the norm and the model's head after
+    it."""
+    drafts, sizes = layout.sizes.drafts, layout.sizes
+    if drafts is None or not sizes.trains_drafts:
+        return 0
+    layer = layer_values(layout.of_drafts, drafts.layer, batch)
+    return layer + (4 * batch.padded_tokens + 3 * batch.supervised) * sizes.text.hidden
+
+
 def working_bytes(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
     """Return the maximum of temporary bytes: a recomputed layer or block, features before they
     enter the sequence, or logits. Two offloaded layers are on the device in addition: the one that
@@ -138,7 +151,9 @@ def working_bytes(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
     if dims.is_last(place):
         # Logits, their fp32 copy and the gradient of one of the two exist together.
         logits = batch.supervised * dims.padded_vocab(text.vocab) // dims.tp
-        temporaries.append(min(logits, LOGITS_AT_ONCE) * (itemsize + 2 * _FP32))
+        # The model's probabilities stay while the head for drafts makes its own.
+        copies = 3 if sizes.trains_drafts else 2
+        temporaries.append(min(logits, LOGITS_AT_ONCE) * (itemsize + copies * _FP32))
     largest = sorted(_offloaded_values(layout, place, batch), reverse=True)
     return max(temporaries) + sum(largest[:2]) * itemsize
 

@@ -13,7 +13,7 @@ from megatron_vlm.config.trainable import SWITCHES
 from megatron_vlm.distributed.dims import ParallelDims, overlaps, shards_optimizer
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.hf.matrices import is_of_matrices, matrices_of
-from megatron_vlm.hf.weight_map import Entry, Origin, name_table
+from megatron_vlm.hf.weight_map import DRAFTS, Entry, Origin, name_table
 from megatron_vlm.lora.targets import adapted_linears, adapted_specs, adapter_entries, find_misfit
 from megatron_vlm.planner.layout import ModelLayout
 
@@ -68,6 +68,7 @@ def count(layout: ModelLayout, stage: int) -> ParamCounts:
     # chunks again and again.
     cfg, dims = layout.cfg, layout.dims
     freeze = {f"freeze_{part}": getattr(cfg.model, f"freeze_{part}") for part in SWITCHES}
+    freeze["mtp"] = cfg.model.mtp
     parallel = ParallelConfig(
         overlap_grad_reduce=overlaps(cfg.parallel, dims.dp)[0],
         distributed_optimizer=cfg.parallel.distributed_optimizer,
@@ -188,10 +189,12 @@ def _table(
         table += adapter_entries(linears, rank)
     positions: dict[str, int] = {}  # place of each module's first entry in the table
 
-    def order(entry: Entry) -> list[tuple[bool, bool, int]]:
-        # Megatron makes the tower last, and the output of attention before its inputs.
+    def order(entry: Entry) -> list[tuple[bool, bool, bool, int]]:
+        # The tower and a head for drafts are made last, and the output of attention before its
+        # inputs.
         return [
             (
+                module == DRAFTS.rstrip("."),
                 module == "vision_model",
                 not module.endswith(".linear_proj"),
                 positions.setdefault(module, len(positions)),

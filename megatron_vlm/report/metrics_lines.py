@@ -68,6 +68,8 @@ class StepLine:
     expert_load: float | None = None  # tokens of the busiest expert over the mean
     balance_loss: float | None = None  # sum over the routers, without its coefficient
     z_loss: float | None = None  # sum over the routers, without its coefficient
+    mtp_loss: float | None = None  # divergence of the drafts from the model, mean over guesses
+    mtp_accepted: float | None = None  # share of guesses accepted at a temperature of 1
     samples: int | None = None  # samples of the global batch
     # Share of the patches of all rows that the tower does not encode again, because an earlier row
     # of the micro-batch has the same images.

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.trainable import extra_head
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import broadcast_json
 from megatron_vlm.distributed.device import Platform, pick_platform
@@ -52,10 +53,8 @@ def resolve_layout(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
 
 def _decide(cfg: Config, platform: Platform) -> tuple[Config, str]:
     """Return the layout with which the run began, if it resumes, or else the best one."""
-    sizes, world = (
-        read_sizes(cfg.model.path, cfg.data.add_tokens, cfg.train.objective == "reward"),
-        dist.get_world_size(),
-    )
+    sizes = read_sizes(cfg.model.path, cfg.data.add_tokens, extra_head(cfg))
+    world = dist.get_world_size()
     before = _resumed_config(cfg) if cfg.parallel.auto else None
     if before and (kept := with_layout_of(cfg, before, world, sizes.text.num_layers)):
         degrees = f"TP {kept.parallel.tp}, PP {kept.parallel.pp}, EP {kept.parallel.ep}"

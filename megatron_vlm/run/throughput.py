@@ -22,7 +22,7 @@ from megatron_vlm.report.metrics_lines import (
 from megatron_vlm.training.worker import StepMetrics
 
 _FIGURES: tuple[str, ...] = (*PREFERENCE_FIGURES, *RETRIEVAL_FIGURES, *DISTILL_FIGURES)
-_FIGURES += ("expert_load", "balance_loss", "z_loss")
+_FIGURES += ("expert_load", "balance_loss", "z_loss", "mtp_loss", "mtp_accepted")
 
 
 class Meter:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.host_copies import LateFigures
+from megatron_vlm.training.draft_loss import DraftTerm
 from megatron_vlm.training.expert_routing import routing_means, take_counts
 from megatron_vlm.training.losses import LossFunction, Objective, Totals, totals
 from megatron_vlm.training.pipeline import ForwardStep, Stage
@@ -108,7 +110,8 @@ class StepMetrics:
     log_probs: list[Tensor] | None = None  # [S] for each row, as `forward` returns them
     # The means of the loss's reports are over the same tokens. Models with experts add
     # `expert_load`, see training/expert_routing.py, and the losses of model.router_balance_loss and
-    # router_z_loss without these coefficients.
+    # router_z_loss without these coefficients. A head for drafts that is trained adds the figures
+    # of training/draft_loss.py.
     means: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -157,7 +160,7 @@ class Backward:
     step: ForwardStep
     objective: Objective
     call: LossCall
-    router: RouterTerms | None = None  # losses of the routers, which look ahead
+    terms: Sequence[RouterTerms | DraftTerm] = ()  # losses of routers and of a head for drafts
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -167,8 +170,8 @@ class Backward:
             yield
 
     def forward_step(self) -> ForwardStep:
-        """Return the step of a micro-batch, with the losses of the routers. A collective."""
-        return self.step if self.router is None else self.router.added_to(self.step)
+        """Return the step of a micro-batch, with all losses. A collective."""
+        return reduce(lambda step, term: term.added_to(step), self.terms, self.step)
 
     def totals(self, outputs: Sequence[Any]) -> Totals:
         """Return the totals of the global batch, and correct how the schedule divided gradients."""
@@ -182,21 +185,20 @@ class Backward:
 
     def metrics(self, outputs: Sequence[Any], done: Totals) -> StepMetrics:
         """Return the metrics for the caller."""
-        stage, router, log_probs = self.stage, self.router, None
+        stage, log_probs = self.stage, None
         if self.call.per_token:
             pieces = [out["log_probs_N"] for out in outputs]
             pieces_M = gather_targets(stage, self.batches, pieces)
             by_row = map(MicroBatch.log_probs_by_row, self.batches, pieces_M)
             log_probs = rows_by_place(self.batches, by_row)
         counts = take_counts(stage.chunks, stage.sizes.text, stage.device)
-        terms = None if router is None else router.values()
-        late = (done.sums, counts, terms)
-        self.gradients.late += [each for each in late if each is not None]
+        terms = {term.names: term.values() for term in self.terms}
+        self.gradients.late += [done.sums, *terms.values(), *([] if counts is None else [counts])]
 
         def read() -> tuple[float, dict[str, float]]:
             means = done.means
-            if router is not None and terms is not None:
-                means |= dict(zip(router.coefficients, terms.values, strict=True))
+            for names, figures in terms.items():
+                means |= dict(zip(names, figures.values, strict=True))
             if counts is not None:
                 means |= routing_means(counts, stage.sizes.text)
             return done.loss, means

@@ -87,9 +87,8 @@ def _parts(model: Any) -> Iterator[nn.Module]:
         if hasattr(model, name):
             yield getattr(model, name)
     yield from model.decoder.layers
-    for part in (model.decoder.final_layernorm, getattr(model, "output_layer", None)):
-        if part is not None:
-            yield part
+    after = (getattr(model, name, None) for name in ("output_layer", "draft_head"))
+    yield from (part for part in (model.decoder.final_layernorm, *after) if part is not None)
 
 
 def _groups_of(chunk: DistributedDataParallel, part: nn.Module) -> list[Any]:

@@ -96,7 +96,7 @@ def teacher_config(cfg: Config, path: str) -> Config:
         return cfg
     # Settings of training, which a model without experts or without trained parts would refuse.
     training: dict[str, Any] = {f"freeze_{part}": False for part in SWITCHES}
-    training |= {"router_balance_loss": 0.0, "router_z_loss": 0.0}
+    training |= {"router_balance_loss": 0.0, "router_z_loss": 0.0, "mtp": "carry"}
     return replace(
         cfg,
         model=replace(cfg.model, path=path, **training),

@@ -244,25 +244,29 @@ def apply_gradients(
     device: torch.device,
     limit: float,
     late: Sequence[LateFigures],
+    drafts: Collection[torch.nn.Parameter] = (),
 ) -> float:
     """Clip the gradients to a norm of at most `limit`, unless that is 0, and apply them. Return
     their norm before clipping, and read the `late` figures with it. Apply nothing if it is not
-    finite: Megatron checks that only with a loss scaler."""
+    finite: Megatron checks that only with a loss scaler. The weights of a head for `drafts` have a
+    norm of their own, which is returned where nothing else learns or it is not finite."""
     optimizer.prepare_grads()
-    squared = LateFigures(squared_norm(optimizer, grid, device))
+    of_drafts = _main_grads(optimizer, drafts)
+    squared = LateFigures(squared_norm(optimizer, grid, device, of_drafts))
 
     def read_norm() -> float:
         read_together([squared, *late])
-        return float(squared.values[0] ** 0.5)
+        norm, own_norm = (value**0.5 for value in squared.values)
+        return norm if norm and math.isfinite(own_norm) else own_norm
 
     inner = list(inner_optimizers(optimizer))
     if is_on_device := all(map(_skips_on_device, inner)):
-        _scale_on_device(inner, squared.on_device[0].sqrt(), limit)
+        _scale_on_device(inner, squared.on_device.sqrt(), limit, of_drafts)
     else:
         norm = read_norm()
         if not math.isfinite(norm):
             return norm
-        _clip(optimizer, norm, limit)
+        _clip(optimizer, [value**0.5 for value in squared.values], limit, of_drafts)
     gather.finish()  # for weights that no forward waited for, e.g. without images
     optimizer.step_with_ready_grads()
     gather.start()
@@ -282,11 +286,30 @@ def _skips_on_device(inner: torch.optim.Optimizer) -> bool:
     return isinstance(inner, torch.optim.Adam) and on_cuda  # torch's fused kernel
 
 
-def _scale_on_device(inner: Sequence[torch.optim.Optimizer], norm: Tensor, limit: float) -> None:
-    """Let a step clip the gradients to a norm of at most `limit`, as `_clip` does, and let it skip
-    them if the norm is not finite."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1) if limit > 0 else torch.ones_like(norm)
-    scaling = Scaling(factor.float(), (~norm.isfinite()).int())
+def _main_grads(
+    optimizer: MegatronOptimizer, params: Collection[torch.nn.Parameter]
+) -> list[Tensor]:
+    """Return the gradients of the parts of these parameters that this rank updates."""
+    mains: list[Tensor] = []
+    for part in optimizer.chained_optimizers if params else ():
+        if isinstance(part, DistributedOptimizer):
+            if not part.is_stub_optimizer:
+                mains += [main for param, main in _sharded_mains(part) if param in params]
+        else:
+            mains += [getattr(param, "main_param", param) for param in params]
+    return list({id(main): main.grad for main in mains if main.grad is not None}.values())
+
+
+def _scale_on_device(
+    inner: Sequence[torch.optim.Optimizer], norms_2: Tensor, limit: float, of_drafts: list[Tensor]
+) -> None:
+    """Let a step clip the gradients to norms of at most `limit`, as `_clip` does, and let it skip
+    them if a norm is not finite."""
+    factors_2 = (limit / (norms_2 + 1e-6)).clamp(max=1) if limit > 0 else torch.ones_like(norms_2)
+    factor, own_factor = factors_2.float()
+    scaling = Scaling(factor, (~norms_2.isfinite().all()).int())
+    if of_drafts:  # a step has one factor for all gradients
+        torch._foreach_mul_(of_drafts, own_factor / factor)
     for each in inner:
         if isinstance(each, RangedAdamW):
             each.scaling = scaling
@@ -298,33 +321,42 @@ def _scale_on_device(inner: Sequence[torch.optim.Optimizer], norm: Tensor, limit
 
 
 @torch.no_grad()
-def squared_norm(optimizer: MegatronOptimizer, grid: RankGroups, device: torch.device) -> Tensor:
-    """Return the square of the norm of all gradients, the same on every rank, on the device. A
-    collective.
+def squared_norm(
+    optimizer: MegatronOptimizer,
+    grid: RankGroups,
+    device: torch.device,
+    of_drafts: Sequence[Tensor] = (),
+) -> Tensor:
+    """Return the squares [2] of the norms of all other gradients, and of a head for drafts, the
+    same on every rank, on the device. A collective.
 
     If neither Transformer Engine nor Apex is installed, Megatron's own function waits for the norm
     of each tensor, one after the other."""
     parts = optimizer.chained_optimizers
     if grid.ep.size == 1:
-        squared, group = _sum_of_squares(parts, device), optimizer.get_grad_stats_parallel_group()
+        squared = _sum_of_squares(parts, device, of_drafts)
+        group = optimizer.get_grad_stats_parallel_group()
     else:
         # Experts and other parameters have different numbers of copies, and a stage may have no
         # experts. So all ranks add up what they hold, divided by the number of copies.
-        squared, group = torch.zeros((), device=device), dist.group.WORLD
+        squared, group = torch.zeros(2, device=device), dist.group.WORLD
         for part in parts:
             sharded = isinstance(part, DistributedOptimizer)
             copies = 1 if sharded else (grid.edp if _has_experts(part) else grid.dp).size
-            squared += _sum_of_squares([part], device) / copies
+            squared += _sum_of_squares([part], device, of_drafts) / copies
     dist.all_reduce(squared, group=group)
     return squared
 
 
-def _sum_of_squares(parts: Sequence[MegatronOptimizer], device: torch.device) -> Tensor:
-    """Return the sum of the squares of this rank's gradients."""
-    grads = [grad for part in parts for grad in grads_for_norm(part)]
-    if not grads:
-        return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(grads)).norm() ** 2
+def _sum_of_squares(
+    parts: Sequence[MegatronOptimizer], device: torch.device, of_drafts: Sequence[Tensor]
+) -> Tensor:
+    """Return the sums [2] of the squares of this rank's other gradients, and of these."""
+    grads, own = [grad for part in parts for grad in grads_for_norm(part)], set(map(id, of_drafts))
+    kinds = [[g for g in grads if id(g) not in own], [g for g in grads if id(g) in own]]
+    zero = torch.zeros((), device=device)
+    norms = [torch.stack(torch._foreach_norm(kind)).norm() if kind else zero for kind in kinds]
+    return torch.stack(norms) ** 2
 
 
 def _has_experts(part: MegatronOptimizer) -> bool:
@@ -333,10 +365,15 @@ def _has_experts(part: MegatronOptimizer) -> bool:
 
 
 @torch.no_grad()
-def _clip(optimizer: MegatronOptimizer, norm: float, limit: float) -> None:
-    """Scale the gradients to a norm of at most `limit`; 0 leaves them unchanged."""
-    factor = limit / (norm + 1e-6)  # the same as in Megatron and torch
+def _clip(
+    optimizer: MegatronOptimizer, norms: Sequence[float], limit: float, of_drafts: list[Tensor]
+) -> None:
+    """Scale the other gradients, and these, each to a norm of at most `limit`; 0 leaves them
+    unchanged."""
     params = [param for part in optimizer.chained_optimizers for param in part.get_parameters()]
-    grads = [param.grad for param in params if param.grad is not None]
-    if grads and limit > 0 and factor < 1:
-        torch._foreach_mul_(grads, factor)
+    own = set(map(id, of_drafts))
+    others = [p.grad for p in params if p.grad is not None and id(p.grad) not in own]
+    for grads, norm in zip((others, of_drafts), norms, strict=True):
+        factor = limit / (norm + 1e-6)  # the same as in Megatron and torch
+        if grads and limit > 0 and factor < 1:
+            torch._foreach_mul_(grads, factor)

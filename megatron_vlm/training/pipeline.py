@@ -217,13 +217,13 @@ class KnownShapeP2P(P2PCommunicator):
         super().__init__(grid.p2p, config)
         self.device = device
         dims, stage = grid.dims, grid.pp.rank
-        pp, chunks = dims.pp, dims.virtual_stages
+        pp, chunks, learns = dims.pp, dims.virtual_stages, torch.is_grad_enabled()
         order = get_schedule_table(len(batches), chunks, config.microbatch_group_size_per_vp_stage)
 
         def after(place: int, batch: MicroBatch) -> Shape:
             """Return the shape that a place in the pipeline sends on."""
             rows, tokens = batch.tokens_BS5.shape[:2]
-            extras = Carry.extras(sizes, dims, place, bool(batch.visual))
+            extras = Carry.extras(sizes, dims, place, bool(batch.visual), learns)
             return tokens * (1 + extras), rows, sizes.text.hidden
 
         def outputs(stage: int) -> list[Shape]:

@@ -30,6 +30,7 @@ class RouterTerms:
     ):
         coefficients = {"balance_loss": model.router_balance_loss, "z_loss": model.router_z_loss}
         self.coefficients = {name: each for name, each in coefficients.items() if each}
+        self.names = tuple(self.coefficients)
         self.stage, self.batches, self.divisor = stage, batches, divisor
 
     def added_to(self, step: ForwardStep) -> ForwardStep:

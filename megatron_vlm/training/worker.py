@@ -30,6 +30,7 @@ from megatron_vlm.distributed.dims import overlaps
 from megatron_vlm.distributed.grid import leave_world
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.checkpoint_files import weights_digest
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.export_weights import export_hf, stored_tensors
@@ -43,6 +44,7 @@ from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training import optimizer_step, row_scores
 from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMetrics, run_backward
 from megatron_vlm.training.comm_overlap import WeightGather
+from megatron_vlm.training.draft_loss import DraftTerm
 from megatron_vlm.training.expert_routing import check_routing
 from megatron_vlm.training.generate import ROWS, sample
 from megatron_vlm.training.generation_batch import Texts
@@ -209,10 +211,13 @@ class MegatronWorker:
         batches = self.micro_batches(batch, objective.value_names)
         objective.check_batches(batches)
         self.stage.batch_sizes = [BatchSizes.from_micro_batch(each) for each in batches]
-        step, model, router = partial(self._loss_step, objective), self.cfg.model, None
+        step, model = partial(self._loss_step, objective), self.cfg.model
+        terms: list[RouterTerms | DraftTerm] = []
         if model.router_balance_loss or model.router_z_loss:
-            router = RouterTerms(model, self.stage, batches, call.divisor)
-        return Backward(self.stage, self.gradients, batches, step, objective, call, router)
+            terms.append(RouterTerms(model, self.stage, batches, call.divisor))
+        if model.mtp == "train":
+            terms.append(DraftTerm(self.stage, batches, call.divisor))
+        return Backward(self.stage, self.gradients, batches, step, objective, call, terms)
 
     def optim_step(
         self, lr: float | None = None, adam: optimizer_step.AdamStep | None = None
@@ -232,7 +237,9 @@ class MegatronWorker:
         optimizer_step.set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
         optimizer_step.set_adam(self.optimizer, adam)
         of = self.optimizer, self.gather, self.grid, self.platform.device
-        norm = optimizer_step.apply_gradients(*of, adam.clip_grad, self.gradients.late)
+        drafts = {param for entry, param in self.held.items() if entry.part is Part.drafts}
+        limit, late = adam.clip_grad, self.gradients.late
+        norm = optimizer_step.apply_gradients(*of, limit, late, drafts)
         self.gradients.forget()
         self.steps += math.isfinite(norm)
         return norm, self.lr

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from megatron_vlm.config import load_config
 from megatron_vlm.data.media.pixel_tables import PixelTables
@@ -145,12 +146,18 @@ def settings(folder: Path, drafts: int, max_len: int = 512) -> EngineSettings:
     )
 
 
-def answers(folder: Path, prompts: Sequence[Row], drafts: int) -> list[Completion]:
+def answers(
+    folder: Path, prompts: Sequence[Row], drafts: int, new: Path | None = None
+) -> list[Completion]:
+    """Return answers of an engine, which gets the weights of the folder `new` after its start."""
+
     async def ask() -> list[Completion]:
         longest = max(len(prompt.ids_S) for prompt in prompts)  # room for answers alone
         asked = settings(folder, drafts, longest + GREEDY.max_tokens)
         sampler = await VllmSampler.start(asked, [{"OMP_NUM_THREADS": "1"}])
         try:
+            if new is not None:
+                await sampler.update(load_file(new / "model.safetensors").items(), 1)
             return [(await sampler.sample(prompt, GREEDY, [0]))[0] for prompt in prompts]
         finally:
             await sampler.close()
@@ -178,6 +185,19 @@ def test_drafts_change_no_answer_and_are_those_of_the_formula(folder, prompts, f
                 assert list(now.accepted) == counts
                 counted += counts[1]
     assert same >= len(prompts) and counted > 2 * GREEDY.max_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.engine("vllm")
+def test_new_weights_reach_the_head(folder, prompts, formula, tiny):
+    """An engine that started with a random head drafts as that of new weights does."""
+    source, counted = Path(tiny("bfloat16", family="qwen3_5", mtp_layers=1, **SIZES)), 0
+    for prompt, answer in zip(prompts, answers(source, prompts, 1, folder), strict=True):
+        counts, is_near = formula.rounds(prompt, answer.ids)
+        if not is_near:
+            assert list(answer.accepted) == counts
+            counted += counts[1]
+    assert counted > 2 * GREEDY.max_tokens
 
 
 def test_a_model_without_a_head_for_drafts_is_refused(tiny):

@@ -32,6 +32,7 @@ BATCHES |= {"shared": SHARED, "shared_on_one_rank": SHARED_ON_ONE_RANK}
 
 def layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: object) -> Case:
     of_model = ("recompute", "freeze", "share", "compile", "attention", "router", "offload", "fp32")
+    of_model += ("mtp",)
     model = {k: v for k, v in more.items() if k.startswith(of_model)}
     parallel = {k: v for k, v in more.items() if k not in model}
     return Case(world=tp * pp * dp, model=model, parallel=dict(tp=tp, pp=pp, **parallel))

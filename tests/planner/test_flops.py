@@ -11,7 +11,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.decoder_layers import DELTA_CHUNK, Attention, Experts, GatedDeltaNet
 from megatron_vlm.family.spec import TextSizes
-from megatron_vlm.planner.flops import micro_work
+from megatron_vlm.planner.flops import StepCost, micro_work
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.worker import MegatronWorker
@@ -65,6 +65,33 @@ def test_a_backward_computes_the_rule_again(tiny):
             assert (rule > 0) == isinstance(layer.mixer, GatedDeltaNet)
             linear = cost.forward.matmul - rule
             assert cost.backward.matmul == products * linear + 3 * rule
+
+
+def step_operations(worker: MegatronWorker) -> int:
+    """Return the operations of a row's forward and backward."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        worker.forward_backward(make_rows((RowSpec(TOKENS),)))
+    return counter.get_total_flops()
+
+
+def test_a_head_for_drafts_adds_what_torch_counts(pool, tiny):
+    path, [row] = tiny(**TINY, mtp_layers=1), make_rows((RowSpec(TOKENS),))
+    batch = BatchSizes(1, TOKENS, int((row.labels_S[1:] != IGNORE).sum()), 0, 0)
+    counted, planned = [], []
+    for mtp in ("train", "carry"):
+        case, sizes = layout(mtp=mtp), read_sizes(path, (), "drafts" if mtp == "train" else None)
+        counted += pool.run(call, 1, path, case, step_operations)
+        of = ModelLayout(case.config(path), sizes, ParallelDims(1, 1, 1, 1, (5,)), 4)
+        planned.append(micro_work(of, batch).last)
+    added = [train - carry for train, carry in zip(*map(_matmul, planned), strict=True)]
+    text = read_sizes(path).text
+    pairs = 3 * 4 * text.attentions[0].query * TOKENS**2
+    in_place = 2 * text.hidden * text.vocab * batch.supervised  # which torch does not count
+    assert counted[0] - counted[1] == sum(added) + pairs - in_place
+
+
+def _matmul(cost: StepCost) -> tuple[float, float]:
+    return cost.forward.matmul, cost.backward.matmul
 
 
 def uncounted(text: TextSizes) -> int:

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_vlm.config.trainable import extra_head
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
@@ -103,6 +104,7 @@ def kept_bytes(worker: MegatronWorker, given: Sequence[Row]) -> tuple[int, int]:
 
     if not worker.grid.first:  # an input as from the previous stage
         arriving = max(0, sizes.vision.deepstack - worker.dims.layers_of(stage).start)
+        arriving += sizes.trains_drafts
         rows, tokens = host.ids_BS.shape
         shape = (tokens * (1 + arriving), rows, sizes.text.hidden)
         chunk.set_input_tensor(torch.randn(shape, dtype=chunk.config.params_dtype).requires_grad_())
@@ -142,6 +144,7 @@ def lora(case: Case, targets: tuple[str, ...], **more: object) -> Case:
 
 # Three gated delta nets to one full attention, so that neither hides in the other.
 DELTA = {"family": "qwen3_5", "layers": 4, "head_dim": 64}
+DRAFTS = DELTA | {"mtp_layers": 1}
 CASES = {
     "1": (layout(), {}),
     "selective": (layout(recompute="selective"), {}),
@@ -209,12 +212,21 @@ CASES = {
     "delta-experts": (layout(), {**DELTA, "experts": 4}),
     "delta-experts-ep2": (layout(dp=2, ep=2), {**DELTA, "experts": 4}),
     "delta-experts-lora": (lora(layout(), EVERY), {**DELTA, "experts": 4}),
+    "drafts": (layout(mtp="train"), DRAFTS),
+    "drafts-tp2": (layout(tp=2, mtp="train"), DRAFTS),
+    "drafts-pp2": (layout(pp=2, mtp="train", layers_per_stage=[1, 3]), DRAFTS),
+    "drafts-pp2-full": (layout(pp=2, mtp="train", recompute="full"), DRAFTS),
+    "drafts-experts-ep2": (layout(dp=2, ep=2, mtp="train"), {**DRAFTS, "experts": 4}),
+    "drafts-alone": (
+        layout(mtp="train", freeze_vision=True, freeze_merger=True, freeze_language=True),
+        DRAFTS,
+    ),
 }
 BF16 = {"lora-merger-dp2", "tied", "pp2-tied", "dp2-plain-optimizer", "dp2-tied-pp2"}
 BF16 |= {"dp2-tp2-vision-frozen"}
 QUICK = {
     *("full", "tower-frozen", "tp2-odd-vocab", "pp2-tied", "dp2", "offload-pp2-full"),
-    *("lora-tp2", "pp2x2-dp2", "experts-ep2", "delta-pp2"),
+    *("lora-tp2", "pp2x2-dp2", "experts-ep2", "delta-pp2", "drafts-pp2"),
 }
 
 
@@ -227,7 +239,8 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
 def check_memory(path: str, case: Case, rows: Sequence[Row], is_bf16: bool, pool: Pool) -> None:
     case = replace(case, train={"precision": "bf16" if is_bf16 else "fp32"})
     itemsize = 2 if is_bf16 else 4
-    sizes, cfg, batch = read_sizes(path), case.config(path), sizes_of_rows(rows)
+    cfg, batch = case.config(path), sizes_of_rows(rows)
+    sizes = read_sizes(path, (), extra_head(cfg))
     dims = ParallelDims.create(cfg.parallel, case.world, sizes.text.num_layers)
     planned = ModelLayout(cfg, sizes, dims, itemsize)
     ranks = pool.run(built, case.world, path, case, rows)

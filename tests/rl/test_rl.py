@@ -359,6 +359,25 @@ def test_gemma4_learns_from_its_own_samples(pool, folder, tiny):
 
 
 @pytest.mark.full
+def test_a_head_for_drafts_follows_the_policy(pool, folder, tiny):
+    """The policy learns as it does without."""
+    path = tiny(family="qwen3_5", mtp_layers=1, head_dim=64, vision_depth=1, from_scratch=True)
+    more = [f"rl.reward={TASKS}:short", "train.steps=6", "rl.samples=8"]
+    more += ["optim.lr=5e-3", "optim.eps=1e-8", "train.micro_batch_size=16"]
+    plain, trained = (
+        learnt(pool, 1, folder, path, f"mtp-{mtp}", f"model.mtp={mtp}", *more)
+        for mtp in ("carry", "train")
+    )
+    one, other = ([line["reward"] for line in lines(run, "rl")] for run in (plain, trained))
+    assert one == other
+    before, after = weights(plain), weights(trained)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.startswith("mtp.")}
+    losses = [line["mtp_loss"] for line in lines(trained, "step")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.full
 def test_prompts_that_are_alike_get_other_answers(pool, folder, model):
     record = json.loads((folder / "train.jsonl").read_text().splitlines()[0])
     twice = folder / "twice.jsonl"

@@ -17,9 +17,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as sparse
 
-from megatron_vlm.data.tokens.row import Row
-from tests.support.reference import HFModel, inputs_of
+from megatron_vlm.data.tokens.row import IGNORE, Row
+from tests.support.reference import (
+    HFModel,
+    Reference,
+    exact_delta_nets,
+    grads_of,
+    in_fp64,
+    inputs_of,
+    load_reference,
+)
 
 PREFIX = "mtp."
 
@@ -30,10 +39,12 @@ class DraftHead(nn.Module):
     def __init__(self, text: Any) -> None:
         super().__init__()
         width = text.hidden_size
+        has_experts = bool(getattr(text, "num_experts", 0))
+        kind = sparse.Qwen3_5MoeDecoderLayer if has_experts else dense.Qwen3_5DecoderLayer
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.pre_fc_norm_embedding = dense.Qwen3_5RMSNorm(width, eps=text.rms_norm_eps)
         self.pre_fc_norm_hidden = dense.Qwen3_5RMSNorm(width, eps=text.rms_norm_eps)
-        layer = dense.Qwen3_5DecoderLayer(text, text.layer_types.index("full_attention"))
+        layer = kind(text, text.layer_types.index("full_attention"))
         self.layers = nn.ModuleList([layer])
         self.norm = dense.Qwen3_5RMSNorm(width, eps=text.rms_norm_eps)
 
@@ -78,12 +89,42 @@ def draft_logits(model: HFModel, head: DraftHead, trunk: Trunk) -> Tensor:
     return (head(*inputs) @ model.lm_head.weight.detach().T)[0]
 
 
-def read_head(model: HFModel, folder: str) -> DraftHead:
-    head = DraftHead(model.config.text_config).float()
+def read_head(model: HFModel, folder: str, dtype: torch.dtype = torch.float32) -> DraftHead:
+    head = DraftHead(model.config.text_config).to(dtype)
     tensors = load_file(Path(folder) / "model.safetensors")
     names = {name.removeprefix(PREFIX): x for name, x in tensors.items() if PREFIX in name}
-    head.load_state_dict({name: x.float() for name, x in names.items()})
+    head.load_state_dict({name: x.to(dtype) for name, x in names.items()})
     return head
+
+
+def run_drafts(path: str, rows: list[Row]) -> Reference:
+    """Return in fp64 the head's loss, the logits of its guesses, and its gradients: the forward KL
+    divergence from the model's own distribution, over its 64 likeliest tokens and the rest, a mean
+    over the places whose token after the next one is supervised."""
+    with exact_delta_nets():
+        model = load_reference(path, torch.float64)
+        head, sums, logits = read_head(model, path, torch.float64), [], []
+        for row in map(in_fp64, rows):
+            with torch.no_grad():
+                trunk = trunk_of(model, row)
+                own_SV = (trunk.hidden_1SH[0, 1:-1] @ model.lm_head.weight.T).log_softmax(-1)
+            guess_SV = draft_logits(model, head, trunk)[:-2]
+            at_S = row.labels_S[2:] != IGNORE
+            logits.append(guess_SV[at_S].detach())
+            own, guess = own_SV[at_S], guess_SV[at_S].log_softmax(-1)
+            ids = own.topk(min(64, own.shape[1])).indices
+            own, guess = (with_rest(x.gather(1, ids), x, ids) for x in (own, guess))
+            sums.append((own.exp() * (own - guess)).sum())
+        loss = torch.stack(sums).sum() / sum(map(len, logits))
+        loss.backward()
+    named = [(PREFIX + name, param) for name, param in head.named_parameters()]
+    return Reference(float(loss.detach()), logits, grads_of(named))
+
+
+def with_rest(chosen_NJ: Tensor, all_NV: Tensor, ids_NJ: Tensor) -> Tensor:
+    """Return these log-probs, and that of all other tokens together."""
+    others_N = all_NV.scatter(1, ids_NJ, -torch.inf).logsumexp(-1)
+    return torch.cat([chosen_NJ, others_N[:, None]], 1)
 
 
 def write_head(head: DraftHead, folder: Path) -> None:

@@ -126,10 +126,10 @@ def run_exact_reference(path: str, rows: list[Row]) -> Reference:
     """Run transformers' Qwen3.5 in fp64 with the delta rule token by token. Its own rule in fp32
     loses up to four digits of the gradients that go through the decay."""
     with exact_delta_nets():
-        return run_reference(path, [_in_fp64(row) for row in rows], torch.float64)
+        return run_reference(path, [in_fp64(row) for row in rows], torch.float64)
 
 
-def _in_fp64(row: Row) -> Row:
+def in_fp64(row: Row) -> Row:
     values = {name: v for name, v in vars(row).items() if isinstance(v, Tensor)}
     return replace(row, **{n: v.double() for n, v in values.items() if v.is_floating_point()})
 

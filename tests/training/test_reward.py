@@ -218,7 +218,7 @@ def test_loss_and_gradients(name, pool, scored, written, adapter_of, expected, r
 def test_a_new_head_is_as_in_transformers_and_the_same_in_every_run(tiny):
     values = []
     for _ in range(2):
-        source = HFCheckpoint(tiny(hidden=256), (), has_score=True)
+        source = HFCheckpoint(tiny(hidden=256), (), "score")
         source.read_headers()
         assert source.has_new_score
         values.append(source.read(SCORE, ()))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_vlm.commands.plan.plan_arguments import parse_memory
 from megatron_vlm.commands.plan.plan_report import Plan, fit_report, plan_report
 from megatron_vlm.config.schema import Config
-from megatron_vlm.config.trainable import SWITCHES, learns
+from megatron_vlm.config.trainable import SWITCHES, extra_head, learns
 from megatron_vlm.distributed.device import CARDS, WITHOUT_BF16, card_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
@@ -39,7 +39,7 @@ def run_plan(cfg: Config, cluster: Cluster, fit: bool, html: str | None) -> None
             "weights, or for a card of 2020 or later, such as A10 or RTX 3090; fp16 is not trained",
         )
     cfg = with_model(cfg, weights=False)
-    sizes = read_sizes(cfg.model.path, cfg.data.add_tokens, cfg.train.objective == "reward")
+    sizes = read_sizes(cfg.model.path, cfg.data.add_tokens, extra_head(cfg))
     mix = mix_of(cfg, sizes)
     has_experts = sizes.text.experts is not None
     if fit:

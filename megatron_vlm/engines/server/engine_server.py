@@ -291,6 +291,10 @@ class Server:
     def finish_weights(self, version: int) -> None:
         """Use the weights that have arrived."""
         self.engine.collective_rpc("finish_weight_update")
+        if self.engine.vllm_config.speculative_config is not None:
+            self.engine.collective_rpc("start_draft_weight_update")
+            self.engine.collective_rpc("update_weights", args=({"parts": []},))
+            self.engine.collective_rpc("finish_weight_update")
         self._forget_adapters()
         self._renew(version)
         self.is_paused = False

@@ -46,12 +46,15 @@ class PieceInfo(WeightTransferUpdateInfo):
 
 
 class SharedWeights(WeightTransferEngine[MemoryInfo, PieceInfo]):
-    """A worker's end of the transfer. The model takes its own part of each tensor."""
+    """A worker's end of the transfer. The model takes its own part of each tensor. A head for
+    drafts is another model of the worker, which takes its tensors afterwards, in an update without
+    parts. It shares the embedding and the head of the model."""
 
     init_info_cls, update_info_cls = MemoryInfo, PieceInfo
     where: MemoryInfo | None = None
     memory: torch.Tensor
     arriving: TensorAssembly
+    of_drafts: dict[str, torch.Tensor]
 
     def init_transfer_engine(self, init_info: MemoryInfo) -> None:
         if init_info == self.where:
@@ -64,9 +67,14 @@ class SharedWeights(WeightTransferEngine[MemoryInfo, PieceInfo]):
             self.memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
     def start_weight_update(self) -> None:
-        new = partial(torch.empty, dtype=torch.uint8, device=self.memory.device)
-        self.arriving = TensorAssembly(self.memory, new)
+        if not self._is_of_drafts:
+            new = partial(torch.empty, dtype=torch.uint8, device=self.memory.device)
+            self.arriving, self.of_drafts = TensorAssembly(self.memory, new), {}
         initialize_layerwise_reload(self.model)
+
+    @property
+    def _is_of_drafts(self) -> bool:
+        return self.model_config is not self.vllm_config.model_config
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -74,13 +82,19 @@ class SharedWeights(WeightTransferEngine[MemoryInfo, PieceInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: PieceInfo) -> None:
+        named = self._complete_tensors(update_info.parts)
+        if self._is_of_drafts:
+            named, self.of_drafts = iter(self.of_drafts.items()), {}
         with disable_mtp_completeness_check():  # no piece has all weights
-            self.model.load_weights(self._complete_tensors(update_info.parts))
+            self.model.load_weights(named)
 
     def _complete_tensors(self, parts: list[Message]) -> Iterator[tuple[str, torch.Tensor]]:
+        drafts = self.vllm_config.speculative_config is not None
         for about, values in self.arriving.take(parts):
-            dtype = getattr(torch, about["dtype"])
-            yield about["name"], values.view(dtype).view(about["shape"])
+            tensor = values.view(getattr(torch, about["dtype"])).view(about["shape"])
+            if drafts and about["name"].startswith("mtp."):
+                self.of_drafts[about["name"]] = tensor.clone()
+            yield about["name"], tensor
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

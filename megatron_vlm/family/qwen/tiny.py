@@ -50,14 +50,13 @@ def _change_weights(model: Any, spec: TinySpec) -> None:
 def _add_draft_head(weights: Path, sizes: ModelSizes, layers: int, seed: int) -> None:
     """Add the tensors of a head for drafts ("multi-token prediction"), which transformers leaves
     out: a product that joins two hidden states, and layers of full attention."""
-    text, width = sizes.text, sizes.text.hidden
-    shapes: dict[str, tuple[int, ...]] = {"mtp.fc.weight": (width, 2 * width)}
-    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-        shapes[f"mtp.{name}.weight"] = (width,)
-    layer = next(layer for layer in text.layers if layer.mixer is text.attentions[0])
-    for number in range(layers):
-        for tensor in chain.from_iterable(param.tensors for param in layer.params(width)):
-            shapes[f"mtp.layers.{number}.{tensor.name}"] = tensor.shape
+    assert sizes.drafts is not None
+    params = list(sizes.drafts.params(sizes.text.hidden))
+    shapes = {
+        sizes.drafts.prefix + tensor.name.replace("layers.0.", f"layers.{number}."): tensor.shape
+        for number in range(layers)
+        for tensor in chain.from_iterable(param.tensors for param in params)
+    }
     generator, tensors = torch.Generator().manual_seed(seed), load_file(weights)
     for name, shape in sorted(shapes.items()):
         value = 0.1 * torch.randn(shape, generator=generator)

@@ -80,12 +80,18 @@ def qwen3_5_moe_sizes(config: PretrainedConfig) -> ModelSizes:
 
 
 def _with_draft_head(sizes: ModelSizes) -> ModelSizes:
-    """Return the sizes with shapes of the head for drafts, which joins the embedding of a token
-    with the hidden state of the one before."""
-    width = sizes.text.hidden
-    norms = dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), (width,))
-    shapes = {"fc": (width, 2 * width), **norms}
-    return replace(sizes, passthrough={f"mtp.{k}.weight": shape for k, shape in shapes.items()})
+    """Return the sizes with the head for drafts, whose layer has full attention, and the shapes of
+    its tensors outside of the layer."""
+    attention = sizes.text.attentions[0]
+    full = next(layer for layer in sizes.text.layers if layer.mixer is attention)
+    drafts = decoder_layers.DraftHeadSpec(full)
+    shapes = {
+        drafts.prefix + tensor.name: tensor.shape
+        for param in drafts.params(sizes.text.hidden)
+        for tensor in param.tensors
+        if not tensor.name.startswith("layers.")
+    }
+    return replace(sizes, passthrough=shapes, drafts=drafts)
 
 
 def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
@@ -125,7 +131,7 @@ def _text_sizes(config: PretrainedConfig, ffn: decoder_layers.FeedForward) -> Te
     )
 
 
-# The head for drafts of speculative decoding ("multi-token prediction"), which is not trained.
+# The head for drafts, which is copied unless it is trained (model.mtp).
 _PASSTHROUGH = ("mtp.*",)
 
 _TINY = tiny_parts(qwen3_5_sizes, qwen3_5_moe_sizes)

@@ -100,6 +100,8 @@ _STEP_CHARTS = (
         "Divergence from the teacher", {"divergence": "divergence"}, "of a token", may_log=True
     ),
     ChartPlan("Cross-entropy", {"cross-entropy": "cross_entropy"}, "of the records' tokens"),
+    ChartPlan("Loss of drafts", {"divergence": "mtp_loss"}, "of a guess", may_log=True, above=0),
+    ChartPlan("Accepted drafts", {"accepted": "mtp_accepted"}, "of guesses", percent=True),
     ChartPlan("Busiest expert", {"busiest": "expert_load"}, "times the mean", above=0),
     ChartPlan("Balancing loss", {"balance": "balance_loss"}, above=0),
     ChartPlan("Router z loss", {"z": "z_loss"}, may_log=True, above=0),

@@ -1,0 +1,139 @@
+# .venv/bin/python -m pytest tests/model/test_draft_head.py
+"""A head for drafts that is trained (model.mtp): its loss and every gradient equal the formula's in
+fp64, at each layout, and the model's own gradients are, bit for bit, those without it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.training.optimizer_step import main_weights
+from megatron_vlm.training.worker import MegatronWorker
+from tests.model.test_parity import case, layout
+from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.support.comparison import check_worst, relative_errors, same
+from tests.support.mtp_reference import PREFIX, run_drafts
+from tests.support.reference import reference_of
+from tests.support.runs import Case, loss_and_grads, refusal, train
+from tests.support.suites import full, slow
+
+pytestmark = pytest.mark.newest  # it depends on the versions
+
+TOLERANCE = 1e-5
+FAMILY = dict(family="qwen3_5", head_dim=64, mtp_layers=1)
+EXPERTS = dict(experts=8)
+BATCHES = {"mixed": MIXED, "all_text": ALL_TEXT, "text_on_one_rank": TEXT_ON_ONE_RANK}
+CASES = {
+    "1": case(),
+    "tp2": case(tp=2),
+    "pp3-stage0-0-layers": case(pp=3, layers_per_stage=[0, 1, 3]),
+    "experts-ep2": case("mixed", EXPERTS, dp=2, ep=2),
+    "pp2x2": full(*case(pp=2, virtual_stages=2)),
+    "dp2-overlap": full(*case("text_on_one_rank", dp=2, overlap_grad_reduce=True)),
+    "frozen": full(*case(freeze_vision=True, freeze_merger=True, freeze_language=True)),
+    "recompute-tp2-pp2": full(*case(tp=2, pp=2, recompute="full")),
+    "experts-1": slow(*case("mixed", EXPERTS)),
+    "pp2": slow(*case(pp=2)),
+    "dp2": slow(*case(dp=2, distributed_optimizer=False)),
+    "all-text-pp2": slow(*case("all_text", pp=2)),
+    "tied-tp2-pp2": slow(*case("mixed", {"tied": True}, tp=2, pp=2)),
+    "frozen-pp2": slow(*case(pp=2, freeze_vision=True, freeze_merger=True, freeze_language=True)),
+    "recompute-selective": slow(*case(recompute="selective")),
+    "offload": slow(*case(offload_activations=0.5)),
+    "router-losses": slow(*case("mixed", EXPERTS, router_balance_loss=0.1, router_z_loss=0.1)),
+    "experts-ep2-pp2-recompute": slow(
+        *case("mixed", EXPERTS | {"tied": True}, pp=2, dp=2, ep=2, recompute="full")
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "sizes", "batch"), CASES.values(), ids=CASES)
+def test_equals_the_formula(case, sizes, batch, pool, tiny, record_property):
+    path, specs = tiny(**FAMILY, **sizes), BATCHES[batch]
+    expected, rows = reference_of(path, specs, run=run_drafts), make_rows(specs)
+    training = replace(case, model=case.model | {"mtp": "train"})
+    outcomes = pool.run(loss_and_grads, case.world, path, training, rows)
+    assert all(each.means == outcomes[0].means for each in outcomes)
+    actual = outcomes[0]
+    deviations = {"loss": abs(actual.means["mtp_loss"] / expected.loss - 1)}
+    own = {name: grad for name, grad in actual.grads.items() if name.startswith(PREFIX)}
+    assert own.keys() == expected.grads.keys()
+    check_worst(deviations | relative_errors(own, expected.grads), TOLERANCE, record_property)
+    if "freeze_language" in case.model:  # without the head nothing would learn, which is refused
+        assert all(grad.isnan().all() for name, grad in actual.grads.items() if name not in own)
+        return
+    plain = pool.run(loss_and_grads, case.world, path, case, rows)[0]
+    assert same(plain.grads, {n: grad for n, grad in actual.grads.items() if n not in own})
+    assert (plain.loss, plain.num_tokens) == (actual.loss, actual.num_tokens)
+    assert same(plain.log_probs + plain.train_log_probs, actual.log_probs + actual.train_log_probs)
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        (layout(tp=2), {}),
+        full(layout(pp=2, dp=2, distributed_optimizer=False), {}),
+        full(layout(dp=2, ep=2), EXPERTS),
+    ],
+    ids=["tp2", "pp2-dp2", "experts-ep2"],
+)
+def test_steps_move_the_model_as_they_do_without_it(case, sizes, pool, tiny):
+    """The norm by which the model's gradients are clipped is without the head's. Replicas that
+    divide all weights among themselves sum it in another order."""
+    path, batches = tiny(**FAMILY, **sizes), [make_rows(MIXED, seed=seed) for seed in range(2)]
+    case = replace(case, optim={"clip_grad": 0.1})
+    training = replace(case, model={"mtp": "train"})
+    *plain, weights = pool.run(train, case.world, path, case, batches)[0]
+    *figures, trained = pool.run(train, case.world, path, training, batches)[0]
+    error = 0 if case.parallel.get("ep", 1) == 1 else 1e-6
+    for found, expected in zip(figures, plain, strict=True):
+        assert found == pytest.approx(expected, rel=error)
+    assert max(float((trained[name] - weights[name]).abs().max()) for name in weights) <= error
+    before = load_file(f"{path}/model.safetensors")
+    own = trained.keys() - weights.keys()
+    assert own and not any(torch.equal(trained[name], before[name]) for name in own)
+
+
+def test_its_norm_is_its_own(pool, tiny):
+    """Where nothing else learns, a step returns the norm of the head's gradient, and clips it."""
+    path, rows = tiny(**FAMILY), make_rows(ALL_TEXT)
+    frozen = {f"freeze_{part}": True for part in ("vision", "merger", "language")}
+    case = replace(layout(tp=2), model=frozen | {"mtp": "train"}, optim={"clip_grad": 1e-3})
+    grads = reference_of(path, ALL_TEXT, run=run_drafts).grads
+    norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    found = pool.run(clipped, 2, path, case, rows)
+    assert found[0] == found[1]
+    limit = 1e-3 * norm / (norm + 1e-6)  # as in Megatron and torch
+    assert found[0] == pytest.approx((float(norm), float(limit)), rel=TOLERANCE)
+
+
+def clipped(path: str, case: Case, rows: list[Row]) -> tuple[float, float]:
+    """Return the norm of a step's gradients, and that of what the optimizer applied."""
+    worker = MegatronWorker(case.config(path))
+    worker.forward_backward(rows)
+    norm = worker.optim_step()[0]
+    weights = main_weights(worker.optimizer, worker.held.values())
+    parts = {each.param: each.main.grad for each in weights}
+    once = {p for e, p in worker.held.items() if e.layout.cut == "tp" or not worker.grid.tp.rank}
+    total = torch.stack([x.square().sum() for p, x in parts.items() if p in once]).sum()
+    dist.all_reduce(total, group=worker.grid.tp.group)
+    return norm, float(total.sqrt())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "case", "key"),
+    [
+        (dict(family="qwen3_5"), Case(), "model.mtp"),
+        ({}, Case(), "model.mtp"),
+        (FAMILY, Case(train={"objective": "dpo"}), "model.mtp"),
+        (FAMILY, Case(lora={"rank": 2}), "model.mtp"),
+    ],
+    ids=["without-tensors", "another-family", "dpo", "adapter"],
+)
+def test_where_it_cannot_be_trained(sizes, case, key, pool, tiny):
+    training = replace(case, model={"mtp": "train"})
+    [error] = pool.run(refusal, 1, tiny(**sizes), training)
+    assert (error.key, error.found) == (key, "train")
