@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.evaluation_checks import has_rewards
 from megatron_vlm.config.optimizer_spec import optimizer_spec
-from megatron_vlm.config.schema import OWN, Config, LoraConfig, ServeConfig, check_of, get
+from megatron_vlm.config.schema import NAMED, OWN, Config, LoraConfig, ServeConfig, check_of, get
 from megatron_vlm.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def check_rl(cfg: Config) -> Iterator[ConfigError]:
     yield from _objective_errors(cfg, "megatron-vlm rl learns from rewards")
     rl = cfg.rl
     yield from _reward_errors(cfg)
-    if rl.agent is not None and cfg.teacher.view is not None:
+    if (rl.agent is not None or rl.has_harness) and cfg.teacher.view is not None:
         yield ConfigError(
             "shows a teacher another prompt, and an agent makes its prompts by itself",
             key="teacher.view",
@@ -124,7 +124,7 @@ def needs_held_out_rewards(cfg: Config) -> bool:
 
 
 def _target_errors(key: str, value: str | None) -> Iterator[ConfigError]:
-    if value is None:
+    if value is None or (key == "rl.environment" and value.startswith(NAMED)):
         return
     where, colon, name = value.rpartition(":")
     if not colon or not name.isidentifier():

@@ -29,7 +29,8 @@ from megatron_vlm.user_code.environment import EnvStep
 from megatron_vlm.user_code.reward_child import WrongResultError
 from megatron_vlm.version import __version__
 
-# Returns the reward of an answer to this episode's record, if there is such a function.
+# Returns the reward of an answer to this episode's record, if there is such a function, or that of
+# the harness that asks at an address.
 Rate = Callable[[str], "asyncio.Future[EnvStep]"]
 
 
@@ -40,8 +41,7 @@ class AgentServer:
         self, cfg: Config, sizes: ModelSizes, pictures: int, loop: asyncio.AbstractEventLoop
     ) -> None:
         """`pictures`: maximum pictures of a row. `loop`: the event loop of the episodes."""
-        assert cfg.rl.agent is not None
-        self.rl, self.command = cfg.rl, shlex.split(cfg.rl.agent)
+        self.rl, self.command = cfg.rl, shlex.split(cfg.rl.agent or "")
         self.limits = RequestLimits(pictures=pictures)
         texts = TokenizerTexts(cfg, sizes, self.limits.pixels)
         added = texts.tokenizer.added_tokens_decoder.items()
@@ -90,14 +90,18 @@ class AgentServer:
     async def _run(self, asking: AgentEpisode, given: bytes, rate: Rate) -> EnvStep:
         """Return the reward: what was posted, or else printed, or else what rl.reward returns."""
         base, output = f"http://127.0.0.1:{self.port}/e/{asking.id}", ""
+        step: EnvStep | None = None
         told = {"REWARD_URL": f"{base}/reward"}
         for api, path in (("OPENAI", "/v1"), ("ANTHROPIC", "/anthropic")):
             told |= {f"{api}_BASE_URL": base + path, f"{api}_API_KEY": asking.id}
             told |= {f"{api}_MODEL": MODEL}
         self.requests.open[asking.id] = asking
         try:
-            output = await run_program(self.command, given, told, self.rl.agent_timeout)
-        except AgentError:
+            if self.rl.has_harness:
+                step = await rate(told["OPENAI_BASE_URL"])
+            else:
+                output = await run_program(self.command, given, told, self.rl.agent_timeout)
+        except (AgentError, DataError):
             if asking.reward is None and asking.broken is None:
                 raise
         finally:
@@ -105,8 +109,8 @@ class AgentServer:
             asking.has_ended = True
         if asking.broken is not None:
             raise asking.broken
-        if asking.reward is not None:
-            return asking.reward
+        if (reward := asking.reward or step) is not None:
+            return reward
         try:
             printed = printed_reward(output)
             if printed is not None:

@@ -78,6 +78,7 @@ class Episode:
     versions: list[tuple[int, int]] = field(default_factory=list)
     accepted: list[tuple[int, ...]] = field(default_factory=list)  # see Completion.accepted
     answers: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # number of the segment of each answer, from 1
     reward: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
     teacher_view: Opening = None  # what teacher.view returns; None: the record has no view
@@ -123,7 +124,8 @@ class Episode:
             self.segments.append(segment)
         new = prompt.ids_S.tolist()[len(segment.ids) :]
         shown = parts_of(prompt, "pixel_values_PC")[len(_pixels_of(segment.pictures)) :]
-        if self.answers:  # what was said after an answer
+        # What was said after an answer, or a first request that is not the record's prompt.
+        if self.answers or new != [number for row in self.shown for number in row.ids_S.tolist()]:
             ids_S = torch.tensor(new)
             visuals = join_parts({"pixel_values_PC": shown})
             self.shown.append(Row(ids_S, torch.full_like(ids_S, IGNORE), **visuals))
@@ -141,6 +143,7 @@ class Episode:
         self.versions += answer.versions
         self.accepted.append(answer.accepted)
         self.answers.append(text)
+        self.rows.append(1 + [each is segment for each in self.segments].index(True))
         self.cut = answer.ended == "length"
 
     def take(self, step: EnvStep) -> None:

@@ -158,7 +158,9 @@ class EpisodeRunner:
         agents, first = self.agents, group.episodes[0]
         assert agents is not None
         shown = dialogue.prompts, first.record, first.where
-        given = as_json(await asyncio.to_thread(record_for_agent, *shown))
+        given = b""  # a harness knows its tasks
+        if not self.cfg.rl.has_harness:
+            given = as_json(await asyncio.to_thread(record_for_agent, *shown))
         pictures = agents.pictures()
 
         async def play(episode: Episode) -> None:

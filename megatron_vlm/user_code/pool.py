@@ -44,7 +44,8 @@ class RewardSettings:
         if target is None:
             kind, target = "environment", rl.environment
         assert target is not None, "config/command_checks.py"
-        return RewardSettings(kind, target, processes, rl.timeout, rl.failed_reward)
+        kind, timeout_s = ("harness", rl.agent_timeout) if rl.has_harness else (kind, rl.timeout)
+        return RewardSettings(kind, target, processes, timeout_s, rl.failed_reward)
 
     @staticmethod
     def of_view(cfg: Config, processes: int) -> "RewardSettings":
@@ -165,7 +166,7 @@ class RewardPool:
     ) -> Sequence[Message] | None:
         assert number not in self._episodes, f"episode {number} has begun already"
         episode = self._episodes[number] = self._new_episode(number, record, where)
-        if self.kind == "reward":
+        if self.kind != "environment":
             return None
         async with episode.lock:
             return await self._ask_or_fail(episode, _begin_request(episode), "reset")
@@ -182,8 +183,8 @@ class RewardPool:
             response: dict[str, Any] = {}
             if not episode.failed:
                 request = {"do": "step", "episode": number, "answer": answer}
-                if self.kind == "reward":
-                    request |= {"do": "reward", "record": episode.record}
+                if self.kind != "environment":
+                    request |= {"do": self.kind, "record": episode.record}
                 response = await self._ask_or_fail(episode, request, "step")
             if episode.failed:
                 assert self.settings.failed_reward is not None
@@ -248,8 +249,8 @@ class RewardPool:
                 lost += 1
                 deaths += error.suspects > 0
                 suspected = suspected or error.suspects > 1
-                if deaths >= _MAX_DEATHS or lost >= _MAX_LOST:
-                    times = deaths if deaths >= _MAX_DEATHS else lost
+                if deaths >= (1 if self.kind == "harness" else _MAX_DEATHS) or lost >= _MAX_LOST:
+                    times = lost if lost >= _MAX_LOST else deaths
                     text = f"was asked {times} times, and its process {error}"
                     raise RewardCallError(text) from None
 

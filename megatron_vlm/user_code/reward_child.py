@@ -54,7 +54,7 @@ class _UserCodeRunner:
     async def answer(self, request: Request) -> Any:
         """Return the answer to a request. Raise WrongResultError if the user's code is wrong."""
         episode = request["episode"]
-        if request["do"] == "reward":
+        if request["do"] in ("reward", "harness"):
             record, answer = request["record"], request["answer"]
             return step_of_result(await self._call_in_time(lambda: self.found(record, answer)))
         if request["do"] == "metric":
@@ -74,6 +74,13 @@ class _UserCodeRunner:
             return _opening_messages(await self._call_in_time(begin), "for those of the record")
         environment = self.episodes[episode]
         return _of_step(await self._call_in_time(lambda: environment.step(request["answer"])))
+
+    async def end(self, request: Request) -> None:
+        """Forget an environment, and close it if it has a method for that."""
+        environment = self.episodes.pop(request["episode"], None)
+        if (close := getattr(environment, "close", None)) is not None:
+            with contextlib.suppress(WrongResultError):
+                await self._call_in_time(close)
 
     async def _call_in_time(self, call: Callable[[], Any]) -> Any:
         """Return the result of a call, if it returns in time."""
@@ -220,10 +227,9 @@ async def _serve(channel: ParentChannel, runner: _UserCodeRunner) -> None:
             channel.refuse(number, why)
 
     def take(request: Request) -> None:
-        if request["do"] == "end":
-            runner.episodes.pop(request["episode"], None)
-        elif request["do"] != "abort":  # the trainer ignores the answer
-            task = loop.create_task(carry_out(request))
+        if request["do"] != "abort":  # the trainer ignores the answer
+            is_end = request["do"] == "end"
+            task = loop.create_task(runner.end(request) if is_end else carry_out(request))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 

@@ -547,8 +547,8 @@ NAMES = {
     "rewards.py:number": "is a int;",
     "rewards.py:Game": "is a class;",
     "rewards.py:short": "are (answer), not (record, answer)",
-    "broken.py:score": "cannot be imported: SyntaxError",
-    "missing.py:score": "cannot be imported: ModuleNotFoundError: No module named 'no_such'",
+    "broken.py:score": "cannot be loaded: SyntaxError",
+    "missing.py:score": "cannot be loaded: ModuleNotFoundError: No module named 'no_such'",
     "dying.py:score": "its process ended with exit status 7 while it was imported",
 }
 ENVIRONMENTS = {
