@@ -63,6 +63,8 @@ def _unused(cfg: Config, command: str, decides: bool) -> Iterator[tuple[str, str
         (spec_of(cfg).records not in ("pair", "label"), "preference", objective),
         (train.objective != "embed", "embed", objective),
         (train.objective != "rerank", "rerank", objective),
+        (cfg.rl.agent is None, "rl.agent_timeout", "without rl.agent"),
+        (cfg.rl.agent is None, "rl.max_concurrent", "without rl.agent"),
         (cfg.teacher.path is None, "distill", "without teacher.path"),
         (cfg.launch.backend != "ray", "launch.ray_address", "with launch.backend=local"),
         (cfg.launch.backend != "ray", "launch.cpus_per_rank", "with launch.backend=local"),
