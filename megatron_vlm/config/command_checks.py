@@ -88,9 +88,10 @@ def _reward_errors(cfg: Config) -> Iterator[ConfigError]:
         raise ConfigError(
             f"is {'not ' * is_neither}set, and {'neither' if is_neither else 'so'} is "
             "rl.environment",
-            key="rl.reward",
+            key="rl.agent" if rl.agent is not None and rl.reward is None else "rl.reward",
             remedy="give one of them, as FILE.py:NAME: a function of a record and an answer, or "
-            "the class of an episode; a run that learns from teacher.path needs neither",
+            "the class of an episode; or rl.agent, the command of a program that asks the model by "
+            "itself; a run that learns from teacher.path needs none",
         )
     if rl.advantage == "none" and cfg.teacher.path is None:
         yield ConfigError(
@@ -106,7 +107,7 @@ def _reward_errors(cfg: Config) -> Iterator[ConfigError]:
         )
     if is_neither and rl.eval_scores == "reward":
         yield ConfigError(
-            "needs a reward, and neither rl.reward nor rl.environment is set",
+            "needs a reward, and none of rl.reward, rl.environment and rl.agent is set",
             key="rl.eval_scores",
             remedy="give rl.eval_scores=loss, or a reward; with rl.advantage=none it is only "
             "reported",

@@ -270,8 +270,9 @@ class RlConfig:
 
     reward: str | None = None  # FILE.py:NAME or MODULE:NAME: a function of a record and an answer
     environment: str | None = None  # instead: an episode's class; openenv:URL; verifiers:ID
-    agent: str | None = None  # instead: a command that asks the model by itself; see docs/rl.md
+    agent: str | None = None  # instead: a program, or its URL, that asks the model; see docs/rl.md
     agent_timeout: AboveZero = 1800.0  # maximum seconds of an agent's episode
+    max_concurrent: Natural = 64  # maximum episodes of agents at a time; the others wait
     turns: Natural = 8  # maximum answers in an episode of an environment or of an agent
     processes: Natural = 2  # processes that run rewards and environments, and as many for views
     timeout: AboveZero = 60.0  # maximum seconds of one call of a reward, environment or view

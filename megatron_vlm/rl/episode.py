@@ -73,6 +73,7 @@ class Episode:
     opening: Opening = None  # the environment's first messages; None: the record's messages
     said: list[ChatMessage] = field(default_factory=list)  # answers and messages after the opening
     shown: list[Row] = field(default_factory=list)
+    first: int = 0  # place in `shown` of the conversation's opening
     segments: list[Segment] = field(default_factory=list)
     # Versions of the weights of its tokens: see Completion.
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -92,9 +93,15 @@ class Episode:
         teacher = self.teacher_opening
         self.begin_segment(opening.ids_S.tolist(), None if teacher is None else teacher.ids_S)
 
+    def begin_again(self, messages: Opening, opening: Row) -> None:
+        """Show a new conversation, in place of all that was before. A teacher sees the same."""
+        self.opening, self.said, self.first = messages, [], len(self.shown)
+        self.teacher_opening = None
+        self.begin(opening)
+
     def begin_segment(self, ids: Sequence[int], teacher_ids: torch.Tensor | None = None) -> None:
         """Begin a segment with all tokens that the model sees now, and all pictures so far."""
-        pictures = list(self.shown)
+        pictures = self.shown[self.first :]
         self.segments.append(Segment([], [], pictures, len(ids), teacher_ids))
         self.segments[-1].add_shown(ids)
 
@@ -149,6 +156,8 @@ class Episode:
     def take(self, step: EnvStep) -> None:
         """Add the environment's response to the answer."""
         self.reward += step.reward
+        if step.tools is not None:
+            self.record = {**self.record, "tools": step.tools}
         for name, value in step.figures.items():
             self.figures[name] = self.figures.get(name, 0.0) + value
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from megatron_vlm.config.schema import Config, RlConfig
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.child import Child, ChildDiedError
-from megatron_vlm.user_code.environment import EnvStep, Message, Opening
+from megatron_vlm.user_code.environment import EnvStep, Opening
 from megatron_vlm.user_code.load_code import KEYS
 from megatron_vlm.user_code.reward_process import RewardCallError, RewardWorker
 from megatron_vlm.user_code.serialize import PackingError
@@ -88,7 +88,7 @@ class RewardPool:
 
     def begin(
         self, episode: int, record: Mapping[str, Any], where: str
-    ) -> "Future[Sequence[Message] | None]":
+    ) -> "Future[EnvStep | None]":
         """Begin an episode with this number, and return its first messages, or None for the
         record's. `where`: the record's name in error messages."""
         return self._do(self._begin(episode, record, where))
@@ -161,15 +161,14 @@ class RewardPool:
             await asyncio.wait(tasks)
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    async def _begin(
-        self, number: int, record: Mapping[str, Any], where: str
-    ) -> Sequence[Message] | None:
+    async def _begin(self, number: int, record: Mapping[str, Any], where: str) -> EnvStep | None:
         assert number not in self._episodes, f"episode {number} has begun already"
         episode = self._episodes[number] = self._new_episode(number, record, where)
         if self.kind != "environment":
             return None
         async with episode.lock:
-            return await self._ask_or_fail(episode, _begin_request(episode), "reset")
+            first = await self._ask_or_fail(episode, _begin_request(episode), "reset")
+            return first and EnvStep(**first)
 
     def _new_episode(self, number: int, record: Mapping[str, Any], where: str) -> _Episode:
         """Return an episode on the worker that has the fewest."""
@@ -273,7 +272,7 @@ class NoRewards:
 
     def begin(
         self, episode: int, record: Mapping[str, Any], where: str
-    ) -> "Future[Sequence[Message] | None]":
+    ) -> "Future[EnvStep | None]":
         """Begin an episode with the messages of its record."""
         return _done(None)
 

@@ -71,7 +71,10 @@ class _UserCodeRunner:
                 self.episodes[episode] = self.found()
                 return self.episodes[episode].reset(request["record"])
 
-            return _opening_messages(await self._call_in_time(begin), "for those of the record")
+            first = await self._call_in_time(begin)
+            step = first if isinstance(first, EnvStep) else EnvStep(messages=first)
+            said = _opening_messages(step.messages, "for those of the record")
+            return said and _step(step.reward, step.figures, said) | {"tools": step.tools}
         environment = self.episodes[episode]
         return _of_step(await self._call_in_time(lambda: environment.step(request["answer"])))
 
@@ -143,7 +146,8 @@ def _of_metric(result: Any) -> dict[str, float]:
 def _of_step(result: Any) -> Request:
     if not isinstance(result, EnvStep):
         raise WrongResultError(f"returned {_quote(result)}, not an EnvStep")
-    return _step(result.reward, result.figures, _messages(result.messages))
+    step = _step(result.reward, result.figures, _messages(result.messages))
+    return step | {"tools": result.tools, "is_new": bool(result.is_new)}
 
 
 def _opening_messages(result: Any, none: str) -> Any:
