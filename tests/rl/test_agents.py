@@ -43,6 +43,7 @@ from tests.support.error_fields import raises
 from tests.support.sets import write_set
 
 PROGRAM = Path(agent_program.__file__)
+ROOT = Path(__file__).parents[2]
 WORDS = ["red", "what is it?", "0 1 2", "word word", "look"]
 
 
@@ -409,6 +410,24 @@ def test_a_request_that_is_repeated_is_one_draw():
     assert [each.ids for each in segments] == [[3, 4, 5, *each.ids] for each in drawn]
 
 
+@pytest.mark.slow
+@pytest.mark.engine("chat")
+@pytest.mark.parametrize("kind", ["of_openai", "of_anthropic", "of_agents_sdk"])
+def test_programs_of_others_are_agents_as_they_are(folder, model, kind):
+    """They call a tool and send its result with the answer: one row, with the drawn tokens."""
+
+    def words(asked: str, seed: int) -> str:
+        return "It is red." if "<tool_response>" in asked else CALL
+
+    program = ROOT / "tests" / "support" / "chat_clients" / "rl_agents.py"
+    agent = f"env PYTHONPATH= {ROOT / '.venv-chat' / 'bin' / 'python'} {program} {kind}"
+    played = Played(folder, model, kind, agent=agent, words=words, is_split=True)
+    for episode, row in zip(played.episodes, played.rows, strict=True):
+        [segment] = episode.segments
+        assert len(played.answers_of(segment)) == 2 and episode.reward == 1
+        assert len(row.row.image_grid_I3) == (1 if kind == "of_agents_sdk" else 2)
+
+
 @pytest.mark.full
 def test_a_run_with_an_agent_resumes_bit_for_bit(pool, folder, model, tmp_path):
     """The ranks' own decoder answers the agent in rounds."""
@@ -421,6 +440,7 @@ def test_a_run_with_an_agent_resumes_bit_for_bit(pool, folder, model, tmp_path):
     resumed = learnt(pool, 2, tmp_path, ending, "resumed", *more)
     assert furthest(whole, resumed) == 0 and samples(whole) == samples(resumed)
     for line in lines(whole, "rl"):
+        assert line["rows"] == 1
         assert line["turns"] == 2 and line["figures"] == {"turns": 2} and line["seen"] is not None
     shown = [episode for line in samples(whole) for episode in line["episodes"]]
     assert all(len(heard) == 1 and heard[0]["images"] for heard in (e["heard"] for e in shown))

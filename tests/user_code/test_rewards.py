@@ -437,7 +437,7 @@ def test_an_environment_sees_and_shows_pictures(judging, tmp_path):
         """,
         environment="rewards.py:Turning",
     )
-    [first] = reward_pool.begin(0, {"image": picture()}, "turning").result(PATIENCE_S)
+    [first] = reward_pool.begin(0, {"image": picture()}, "turning").result(PATIENCE_S).messages
     image, path, raw, text = first["content"]
     assert image["image"].tobytes() == picture().tobytes() and image["image"].mode == "RGB"
     assert (path["image"], raw["image"], text) == ("a.png", b"PNG", "?")
