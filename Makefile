@@ -12,7 +12,7 @@ UV := $(shell command -v uv)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1)/bin/pip install --quiet --no-compile)
 
-.PHONY: setup fla-env trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env chat-env tinker wheels gpu gpu-dry demo demo-gemma4 demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-nccl test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
+.PHONY: setup fla-env verifiers-env openenv-env trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env chat-env tinker wheels gpu gpu-dry demo demo-gemma4 demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-nccl test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
 
 setup: .venv/ready
 
@@ -259,6 +259,22 @@ FLA := flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
 	sed -i -E 's/\bi_t\.to\(tl\.int64\)/(i_t)/g' .venv-fla/lib/python3*/site-packages/fla/ops/common/chunk_delta_h.py
 	touch $@
 
+# verifiers, and a server of OpenEnv, each beside the trainer's packages, for
+# tests/rl/test_named_environments.py. They cannot be installed together: verifiers wants mcp 2, and
+# OpenEnv an older one. OpenEnv's gradio wants an older Pillow than constraints.txt has.
+verifiers-env: .venv-verifiers/ready
+
+openenv-env: .venv-openenv/ready
+
+.venv-verifiers/ready .venv-openenv/ready: .venv-%/ready:
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(call install,$(@D)) $($*)
+	ls -d $(CURDIR)/.venv/lib/python3*/site-packages > $$(echo $(@D)/lib/python3*/site-packages)/trainer.pth
+	touch $@
+verifiers := --constraint constraints.txt 'verifiers>=0.4,<0.5' 'antlr4-python3-runtime==4.9.*'
+openenv := openenv==0.10.0 'websockets>=15' huggingface_hub==1.33.0
+
 # The public Tinker client, for tests/serve/test_tinker_*.py.
 tinker-env: .venv-tinker/ready
 
@@ -325,4 +341,4 @@ lock: .venv-release/ready
 	$(BIN)/python scripts/make_locks.py .venv-release/bin/uv
 
 clean:
-	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-llamafactory .venv-swift .venv-vllm .venv-tinker .venv-embed .venv-lmms .venv-te .venv-fla .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-llamafactory .venv-swift .venv-vllm .venv-tinker .venv-verifiers .venv-openenv .venv-embed .venv-lmms .venv-te .venv-fla .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels

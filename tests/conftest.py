@@ -41,6 +41,8 @@ ENGINES = {
     "trl": "TRL with bitsandbytes",
     "te": "Transformer Engine",
     "fla": "flash-linear-attention",
+    "verifiers": "verifiers",
+    "openenv": "OpenEnv",
 }
 
 

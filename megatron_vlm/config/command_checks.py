@@ -6,7 +6,16 @@ from pathlib import Path
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.evaluation_checks import has_rewards, reward_model_of
 from megatron_vlm.config.optimizer_spec import optimizer_spec
-from megatron_vlm.config.schema import OWN, Config, LoraConfig, RlConfig, ServeConfig, check_of, get
+from megatron_vlm.config.schema import (
+    NAMED,
+    OWN,
+    Config,
+    LoraConfig,
+    RlConfig,
+    ServeConfig,
+    check_of,
+    get,
+)
 from megatron_vlm.errors import ConfigError
 
 
@@ -35,7 +44,7 @@ def check_rl(cfg: Config) -> Iterator[ConfigError]:
             remedy="leave it out, or set lora.rank=0",
         )
     yield from _reward_errors(cfg)
-    if rl.agent is not None and cfg.teacher.view is not None:
+    if (rl.agent is not None or rl.has_harness) and cfg.teacher.view is not None:
         yield ConfigError(
             "shows a teacher another prompt, and an agent makes its prompts by itself",
             key="teacher.view",
@@ -97,9 +106,10 @@ def _reward_errors(cfg: Config) -> Iterator[ConfigError]:
         raise ConfigError(
             f"is {'not ' * is_neither}set, and {'neither' if is_neither else 'so'} is "
             "rl.environment",
-            key="rl.reward",
+            key="rl.agent" if rl.agent is not None and rl.reward is None else "rl.reward",
             remedy="give one of them, as FILE.py:NAME: a function of a record and an answer, or "
-            "the class of an episode; a run that learns from teacher.path needs neither",
+            "the class of an episode; or rl.agent, the command of a program that asks the model by "
+            "itself; a run that learns from teacher.path needs none",
         )
     if rl.advantage == "none" and cfg.teacher.path is None:
         yield ConfigError(
@@ -115,7 +125,7 @@ def _reward_errors(cfg: Config) -> Iterator[ConfigError]:
         )
     if is_neither and rl.eval_scores == "reward":
         yield ConfigError(
-            "needs a reward, and neither rl.reward nor rl.environment is set",
+            "needs a reward, and none of rl.reward, rl.environment and rl.agent is set",
             key="rl.eval_scores",
             remedy="give rl.eval_scores=loss, or a reward; with rl.advantage=none it is only "
             "reported",
@@ -148,7 +158,7 @@ def needs_held_out_rewards(cfg: Config) -> bool:
 
 
 def _target_errors(key: str, value: str | None) -> Iterator[ConfigError]:
-    if value is None:
+    if value is None or (key == "rl.environment" and value.startswith(NAMED)):
         return
     where, colon, name = value.rpartition(":")
     if not colon or not name.isidentifier():

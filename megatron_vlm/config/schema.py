@@ -41,6 +41,8 @@ from megatron_vlm.errors import ConfigError
 
 # Value of engine.name and teacher.engine: the ranks themselves, and no engine.
 OWN = "own"
+HARNESS = "verifiers:"  # beginning of an environment that asks for its answers by itself
+NAMED = ("openenv:", HARNESS)  # beginnings of environments that packages have
 Role = Literal["system", "user", "assistant", "tool"]
 Interval = Count | str | None
 Layers = list[Count] | Literal["auto"] | None
@@ -269,9 +271,10 @@ class RlConfig:
     """Reinforcement learning: `megatron-vlm rl`. See docs/rl.md."""
 
     reward: str | None = None  # FILE.py:NAME or MODULE:NAME, a function; or model:FOLDER
-    environment: str | None = None  # instead: the class of an episode with several turns
-    agent: str | None = None  # instead: a command that asks the model by itself; see docs/rl.md
+    environment: str | None = None  # instead: an episode's class; openenv:URL; verifiers:ID
+    agent: str | None = None  # instead: a program, or its URL, that asks the model; see docs/rl.md
     agent_timeout: AboveZero = 1800.0  # maximum seconds of an agent's episode
+    max_concurrent: Natural = 64  # maximum episodes of agents at a time; the others wait
     turns: Natural = 8  # maximum answers in an episode of an environment or of an agent
     processes: Natural = 2  # processes that run rewards and environments, and as many for views
     timeout: AboveZero = 60.0  # maximum seconds of one call of a reward, environment or view
@@ -303,6 +306,11 @@ class RlConfig:
     eval_scores: EvalScores = "both"  # scores of data.eval: reward of an answer; supervised loss
     eval_temperature: NonNegative = 0.0  # temperature of the answers to data.eval; 0: greedy
     shown: Count = 4  # prompts of a step that samples.jsonl and the report show
+
+    @property
+    def has_harness(self) -> bool:
+        """True if the harness of an environment asks for answers, as an agent does."""
+        return (self.environment or "").startswith(HARNESS)
 
 
 @dataclass(frozen=True)

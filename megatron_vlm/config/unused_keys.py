@@ -52,6 +52,7 @@ def _unused(cfg: Config, command: str, decides: bool) -> Iterator[tuple[str, str
     yield from ((group, f"in megatron-vlm {command}") for group in UNREAD_GROUPS[command])
     train, optim, objective = cfg.train, cfg.optim, f"with train.objective={cfg.train.objective}"
     is_unmeasured = not held_out_names(cfg) and not decides
+    has_no_agent = cfg.rl.agent is None and not cfg.rl.has_harness
     rules = [
         (is_unmeasured, "eval", "without data.eval or data.split"),
         (is_unmeasured, "rl.eval_scores", "without data.eval"),
@@ -65,6 +66,8 @@ def _unused(cfg: Config, command: str, decides: bool) -> Iterator[tuple[str, str
         (reward_model_of(cfg.rl), "rl.failed_reward", f"with rl.reward={cfg.rl.reward}"),
         (train.objective != "embed", "embed", objective),
         (train.objective != "rerank", "rerank", objective),
+        (has_no_agent, "rl.agent_timeout", "without rl.agent"),
+        (has_no_agent, "rl.max_concurrent", "without rl.agent"),
         (cfg.teacher.path is None, "distill", "without teacher.path"),
         (cfg.launch.backend != "ray", "launch.ray_address", "with launch.backend=local"),
         (cfg.launch.backend != "ray", "launch.cpus_per_rank", "with launch.backend=local"),

@@ -1,15 +1,17 @@
-"""Program of an agent: what it is given, how it is run, and the reward that it prints."""
+"""Agent of an episode, a program or a server: what it is given, and what it answers."""
 
 import asyncio
 import base64
 import io
 import json
 import os
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import PIL.Image
 
 from megatron_vlm.data.media.media import read_image
@@ -26,8 +28,10 @@ _PYTHON = ("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _SHOWN = ("messages", "conversations", "conversation", "texts", "prompt")
 _PICTURES = ("image", "images", "video", "videos")
 _OUTPUT_BYTES = 2**16  # last bytes of each output of a program that are kept
+_LOOK_S = 0.02  # how often a program is looked at
 _LAST_S = 2.0  # seconds to read the output of a program that has ended
 _COMPLAINT = 2000  # characters of standard error in a message
+URLS = ("http://", "https://")  # beginnings of an agent that is a server
 
 
 class AgentError(Exception):
@@ -85,12 +89,37 @@ def _data_url(picture: PIL.Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-async def run_program(
-    command: Sequence[str], given: bytes, more: Mapping[str, str], timeout_s: float
-) -> str:
-    """Run a program with this standard input and these variables, and return the end of its
-    standard output. Its processes are killed when it has ended. Raise AgentError if it fails or
-    takes longer."""
+async def run_agent(agent: str, given: bytes, more: Mapping[str, str], timeout_s: float) -> str:
+    """Run a program with a record on its standard input and these variables, or post both to a URL.
+    Return the end of the output or answer. Raise AgentError if it fails or takes longer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            if agent.startswith(URLS):
+                return await _post(agent, {**json.loads(given), **more})
+            return await _run(shlex.split(agent), given, more)
+    except TimeoutError:
+        raise AgentError(f"took longer than rl.agent_timeout={timeout_s:g} seconds") from None
+
+
+async def _post(url: str, given: Mapping[str, Any]) -> str:
+    """Return the end of what a server answers."""
+    kept, is_safe, head = b"", url.startswith(URLS[1]), {"accept-encoding": "identity"}
+    client = httpx.AsyncClient(timeout=None, verify=is_safe, trust_env=False)
+    try:
+        async with client, client.stream("POST", url, json=given, headers=head) as answer:
+            async for more in answer.aiter_raw():
+                kept = (kept + more)[-_OUTPUT_BYTES:]
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise AgentError(f"cannot be reached: {str(error) or type(error).__name__}") from None
+    said = kept.decode(errors="replace").strip()
+    if not answer.is_success:
+        shown = escape_controls(said[-_COMPLAINT:])
+        raise AgentError(f"answered with status {answer.status_code}: {shown}".rstrip(": "))
+    return said
+
+
+async def _run(command: Sequence[str], given: bytes, more: Mapping[str, str]) -> str:
+    """Return the end of a program's standard output. Its processes are killed when it has ended."""
     kept = {name: os.environ[name] for name in (*_KEPT, *_PYTHON) if name in os.environ}
     pipe = asyncio.subprocess.PIPE
     try:
@@ -107,17 +136,15 @@ async def run_program(
     assert process.stdin and process.stdout and process.stderr
     outputs = [asyncio.create_task(_end_of(each)) for each in (process.stdout, process.stderr)]
     try:
-        async with asyncio.timeout(timeout_s):
-            with suppress(ConnectionError):  # it may read less
-                process.stdin.write(given)
-                await process.stdin.drain()
-            process.stdin.close()
-            await process.wait()
-    except TimeoutError:
-        raise AgentError(f"took longer than rl.agent_timeout={timeout_s:g} seconds") from None
+        with suppress(ConnectionError):  # it may read less
+            process.stdin.write(given)
+            await process.stdin.drain()
+        process.stdin.close()
+        await _exit_of(process)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        await _exit_of(process)
         # A process in a session of its own may keep them open.
         await asyncio.wait(outputs, timeout=_LAST_S)
         for each in outputs:
@@ -131,6 +158,12 @@ async def run_program(
     return said
 
 
+async def _exit_of(process: asyncio.subprocess.Process) -> None:
+    """Wait for its exit. In some Pythons, `wait` waits for all processes with its outputs, too."""
+    while process.returncode is None:
+        await asyncio.sleep(_LOOK_S)
+
+
 async def _end_of(output: asyncio.StreamReader) -> bytes:
     """Read an output to its end, and return its last bytes."""
     kept = b""
@@ -140,9 +173,10 @@ async def _end_of(output: asyncio.StreamReader) -> bytes:
 
 
 def printed_reward(output: str) -> Any:
-    """Return the JSON object with a reward that is the last line of an output, or None."""
-    with suppress(ValueError, RecursionError):
-        last = json.loads((output.splitlines() or [""])[-1])
-        if isinstance(last, dict) and "reward" in last:
-            return last
+    """Return the JSON object with a reward that is an output, or its last line, or None."""
+    for text in (output, *output.splitlines()[-1:]):
+        with suppress(ValueError, RecursionError):
+            said = json.loads(text)
+            if isinstance(said, dict) and "reward" in said:
+                return said
     return None

@@ -25,7 +25,7 @@ from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, pictures_of
 from megatron_vlm.serve.http.app import LoopbackOnly, add_chat_routes, error_at
 from megatron_vlm.serve.http.chat_routing import route_with
-from megatron_vlm.serve.http.chat_samples import ChatSamples, ChatTexts
+from megatron_vlm.serve.http.chat_samples import ChatSamples, ChatTexts, DrawnAnswers
 from megatron_vlm.serve.http.context import AnyFront, Front, Key, ServerFacts, request_key
 from megatron_vlm.serve.http.openai_routes import error_body
 from megatron_vlm.serve.http.request_bodies import Bodies, HttpError, RequestLimits, add_handlers
@@ -77,7 +77,7 @@ class AgentEpisode:
     turns: int  # maximum answers
     seed_of: Callable[[str], int]  # seed of a request
     text: Callable[[Sequence[int]], str]  # text of an answer
-    check: Callable[[Row, Completion], None]  # refuses an answer to a prompt
+    check: Callable[[int, Completion], None]  # refuses an answer to a prompt of this length
     reader: PictureReader
     id: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     asked: int = 0  # answers that were asked for
@@ -86,7 +86,7 @@ class AgentEpisode:
     has_ended: bool = False
     draws: dict[Name, "asyncio.Task[list[Completion]]"] = field(default_factory=dict)
     held: set[Name] = field(default_factory=set)  # draws that have a reader, or were read
-    learnt: set[Name] = field(default_factory=set)  # draws in the episode
+    learnt: dict[Name, DrawnAnswers] = field(default_factory=dict)  # draws in the episode
 
     async def draw(self, ask: SampleAsk, is_retry: bool) -> list[Completion]:
         """Return the answers to a request, which are in the episode from now on. Where the program
@@ -111,9 +111,10 @@ class AgentEpisode:
         if self.has_ended:
             raise HttpError(499, "the client has closed its connection")
         if name not in self.learnt:
-            self.learnt.add(name)
+            ids = ask.prompt.ids_S.tolist()
+            self.learnt[name] = [(ids, each.ids) for each in completions]
             for each in completions:
-                self.check(ask.prompt, each)
+                self.check(len(ids), each)
                 self.episode.add_request(ask.prompt, each, self.text(each.ids))
         return completions
 
@@ -219,6 +220,9 @@ class AgentRequests:
     async def drop(self, call: Call) -> None:
         self._asks.pop(call.request_id, None)
 
+    def drawn(self, key: str) -> DrawnAnswers:
+        return [each for drawn in tuple(self.of(key).learnt.values()) for each in drawn]
+
     def check_model(self, key: str, model: str) -> None:
         if model != MODEL:
             text = f"model: there is no {model[:200]!r}: an agent asks for {MODEL}"
@@ -266,7 +270,7 @@ def agent_app(
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.state.context = context = Front(limits, None, facts, Bodies(limits))
     app.state.chats = ChatSamples(context, texts, requests.bounds.longest, requests)
-    add_handlers(app, lambda path: error_at("/" + path.split("/", 3)[-1]))
+    add_handlers(app, error_at)
     openai = "/e/{episode}/v1"
     add_chat_routes(app, [openai], [openai, "/e/{episode}/anthropic/v1"])
     app.include_router(_router)

@@ -1,7 +1,6 @@
 """Server of agents on rank 0, and the episodes that their programs play at it."""
 
 import asyncio
-import shlex
 from collections.abc import Callable
 
 from megatron_vlm.config.schema import Config
@@ -10,15 +9,8 @@ from megatron_vlm.engines.engine_kinds import engine_kind
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.hub import folder_of
-from megatron_vlm.rl.agent_program import AgentError, printed_reward, run_program
-from megatron_vlm.rl.agent_requests import (
-    MODEL,
-    AgentEpisode,
-    AgentRequests,
-    PictureReader,
-    agent_app,
-    reward_of,
-)
+from megatron_vlm.rl.agent_program import AgentError, printed_reward, run_agent
+from megatron_vlm.rl.agent_requests import MODEL, AgentEpisode, AgentRequests, agent_app, reward_of
 from megatron_vlm.serve.chat_texts import TokenizerTexts
 from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.http.http_server import FrontServer
@@ -29,7 +21,8 @@ from megatron_vlm.user_code.environment import EnvStep
 from megatron_vlm.user_code.reward_child import WrongResultError
 from megatron_vlm.version import __version__
 
-# Returns the reward of an answer to this episode's record, if there is such a function.
+# Returns the reward of an answer to this episode's record, if there is such a function, or that of
+# the harness that asks at an address.
 Rate = Callable[[str], "asyncio.Future[EnvStep]"]
 
 
@@ -40,8 +33,8 @@ class AgentServer:
         self, cfg: Config, sizes: ModelSizes, pictures: int, loop: asyncio.AbstractEventLoop
     ) -> None:
         """`pictures`: maximum pictures of a row. `loop`: the event loop of the episodes."""
-        assert cfg.rl.agent is not None
-        self.rl, self.command = cfg.rl, shlex.split(cfg.rl.agent)
+        self.rl, self.agent = cfg.rl, cfg.rl.agent or ""
+        self.places = asyncio.Semaphore(cfg.rl.max_concurrent)
         self.limits = RequestLimits(pictures=pictures)
         texts = TokenizerTexts(cfg, sizes, self.limits.pixels)
         added = texts.tokenizer.added_tokens_decoder.items()
@@ -60,13 +53,9 @@ class AgentServer:
         self.port = self.server.start()
         self.told: set[str] = set()  # failures that were printed
 
-    def pictures(self) -> PictureReader:
-        """Return a reader for the episodes of a prompt."""
-        return PictureReader(self.rows)
-
     async def play(self, asking: AgentEpisode, given: bytes, rate: Rate) -> None:
-        """Run the program for an episode, with this standard input, until it ends. A failure costs
-        the episode where rl.failed_reward is set, and otherwise raises an error that names the
+        """Run the program for an episode, with this record, until it ends. A failure costs the
+        episode where rl.failed_reward is set, and otherwise raises an error that names the
         record."""
         episode = asking.episode
         try:
@@ -76,7 +65,7 @@ class AgentServer:
                 str(error),
                 place=episode.where,
                 key="rl.agent",
-                found=self.rl.agent,
+                found=self.agent,
                 remedy="mend it, or set rl.failed_reward=0 to give such episodes this reward",
             )
             if self.rl.failed_reward is None:
@@ -90,14 +79,18 @@ class AgentServer:
     async def _run(self, asking: AgentEpisode, given: bytes, rate: Rate) -> EnvStep:
         """Return the reward: what was posted, or else printed, or else what rl.reward returns."""
         base, output = f"http://127.0.0.1:{self.port}/e/{asking.id}", ""
+        step: EnvStep | None = None
         told = {"REWARD_URL": f"{base}/reward"}
         for api, path in (("OPENAI", "/v1"), ("ANTHROPIC", "/anthropic")):
             told |= {f"{api}_BASE_URL": base + path, f"{api}_API_KEY": asking.id}
             told |= {f"{api}_MODEL": MODEL}
         self.requests.open[asking.id] = asking
         try:
-            output = await run_program(self.command, given, told, self.rl.agent_timeout)
-        except AgentError:
+            if self.rl.has_harness:
+                step = await rate(told["OPENAI_BASE_URL"])
+            else:
+                output = await run_agent(self.agent, given, told, self.rl.agent_timeout)
+        except (AgentError, DataError):
             if asking.reward is None and asking.broken is None:
                 raise
         finally:
@@ -105,8 +98,8 @@ class AgentServer:
             asking.has_ended = True
         if asking.broken is not None:
             raise asking.broken
-        if asking.reward is not None:
-            return asking.reward
+        if (reward := asking.reward or step) is not None:
+            return reward
         try:
             printed = printed_reward(output)
             if printed is not None:

@@ -3,6 +3,7 @@ draws in rounds gets all of them together."""
 
 import asyncio
 import hashlib
+import sys
 from collections.abc import Sequence
 
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
@@ -35,13 +36,14 @@ class CompletionQueue:
     ):
         self.sampler, self.settings, self.in_rounds = sampler, settings, in_rounds
         self.drawn: Drawn = {} if drawn is None else drawn
-        self.playing = 0  # number of episodes in progress
+        self.playing = 0  # number of episodes that have not ended
+        self.places = sys.maxsize  # maximum episodes in progress; the others wait for an end
         self.waiting: set[int] = set()  # those that wait for a prompt to be passed on
         self.sharing: dict[int, list[Awaited]] = {}  # prompts that others will ask for, too
         self.ready: list[Ready] = []
 
     def enter(self, episodes: int) -> None:
-        """Add this number of episodes to those in progress."""
+        """Add this number of episodes."""
         self.playing += episodes
 
     async def leave(self, episode: int) -> None:
@@ -78,7 +80,7 @@ class CompletionQueue:
         return await answer
 
     async def _pass_on(self) -> None:
-        if self.in_rounds and len(self.waiting) < self.playing:
+        if self.in_rounds and len(self.waiting) < min(self.playing, self.places):
             return
         ready, self.ready = sorted(self.ready, key=lambda each: _seed(each[3][0])), []
         self.waiting.clear()

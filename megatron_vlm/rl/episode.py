@@ -73,11 +73,13 @@ class Episode:
     opening: Opening = None  # the environment's first messages; None: the record's messages
     said: list[ChatMessage] = field(default_factory=list)  # answers and messages after the opening
     shown: list[Row] = field(default_factory=list)
+    first: int = 0  # place in `shown` of the conversation's opening
     segments: list[Segment] = field(default_factory=list)
     # Versions of the weights of its tokens: see Completion.
     versions: list[tuple[int, int]] = field(default_factory=list)
     accepted: list[tuple[int, ...]] = field(default_factory=list)  # see Completion.accepted
     answers: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # number of the segment of each answer, from 1
     reward: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
     teacher_view: Opening = None  # what teacher.view returns; None: the record has no view
@@ -91,9 +93,15 @@ class Episode:
         teacher = self.teacher_opening
         self.begin_segment(opening.ids_S.tolist(), None if teacher is None else teacher.ids_S)
 
+    def begin_again(self, messages: Opening, opening: Row) -> None:
+        """Show a new conversation, in place of all that was before. A teacher sees the same."""
+        self.opening, self.said, self.first = messages, [], len(self.shown)
+        self.teacher_opening = None
+        self.begin(opening)
+
     def begin_segment(self, ids: Sequence[int], teacher_ids: torch.Tensor | None = None) -> None:
         """Begin a segment with all tokens that the model sees now, and all pictures so far."""
-        pictures = list(self.shown)
+        pictures = self.shown[self.first :]
         self.segments.append(Segment([], [], pictures, len(ids), teacher_ids))
         self.segments[-1].add_shown(ids)
 
@@ -123,7 +131,8 @@ class Episode:
             self.segments.append(segment)
         new = prompt.ids_S.tolist()[len(segment.ids) :]
         shown = parts_of(prompt, "pixel_values_PC")[len(_pixels_of(segment.pictures)) :]
-        if self.answers:  # what was said after an answer
+        # What was said after an answer, or a first request that is not the record's prompt.
+        if self.answers or new != [number for row in self.shown for number in row.ids_S.tolist()]:
             ids_S = torch.tensor(new)
             visuals = join_parts({"pixel_values_PC": shown})
             self.shown.append(Row(ids_S, torch.full_like(ids_S, IGNORE), **visuals))
@@ -141,11 +150,14 @@ class Episode:
         self.versions += answer.versions
         self.accepted.append(answer.accepted)
         self.answers.append(text)
+        self.rows.append(1 + [each is segment for each in self.segments].index(True))
         self.cut = answer.ended == "length"
 
     def take(self, step: EnvStep) -> None:
         """Add the environment's response to the answer."""
         self.reward += step.reward
+        if step.tools is not None:
+            self.record = {**self.record, "tools": step.tools}
         for name, value in step.figures.items():
             self.figures[name] = self.figures.get(name, 0.0) + value
 

@@ -20,7 +20,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import TextSizes
 from megatron_vlm.rl.agent_program import as_json, record_for_agent
-from megatron_vlm.rl.agent_requests import AgentEpisode
+from megatron_vlm.rl.agent_requests import AgentEpisode, PictureReader
 from megatron_vlm.rl.agent_server import AgentServer
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group
@@ -28,7 +28,7 @@ from megatron_vlm.rl.reward_model import ModelRewards
 from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.turn_tokens import TurnEncoder
 from megatron_vlm.training.expert_routing import check_table
-from megatron_vlm.user_code.environment import EnvStep, Message, Opening
+from megatron_vlm.user_code.environment import EnvStep, Opening
 from megatron_vlm.user_code.pool import NoRewards, RewardPool
 
 
@@ -100,6 +100,8 @@ class EpisodeRunner:
             for place, (handle, row) in enumerate(zip(handles, rows, strict=True))
             if row is not None
         ]
+        if self.agents is not None:
+            queue.places = self.cfg.rl.max_concurrent
         queue.enter(sum(len(group.episodes) for group, _, _ in playing))
         tasks = [asyncio.create_task(self._play_group(queue, *each, step)) for each in playing]
         try:
@@ -130,21 +132,23 @@ class EpisodeRunner:
     async def _play_group(
         self, queue: CompletionQueue, group: Group, row: Row, dialogue: TurnEncoder, step: int
     ) -> None:
+        if self.agents is not None:
+            await self._play_agents(queue, group, row, dialogue, step)
+            return
         episodes = group.episodes
         beginning = [
             self.reward_pool.begin(each.number, each.record, each.where) for each in episodes
         ]
         firsts = await asyncio.gather(*map(asyncio.wrap_future, beginning))
-        if self.agents is not None:
-            await self._play_agents(queue, group, row, dialogue, step)
-            return
         view, teacher_opening = await self._view(episodes[0], dialogue)
         for episode, first in zip(episodes, firsts, strict=True):
             episode.teacher_view, episode.teacher_opening = view, teacher_opening
             where = f"{episode.where}: what rl.environment says first"
-            opening = row if first is None else dialogue.opening(first, where, episode.record)
-            episode.begin(opening)
-            episode.opening = first
+            if first is not None:
+                episode.opening = first.messages
+                episode.take(first)
+            said = episode.opening
+            episode.begin(row if said is None else dialogue.opening(said, where, episode.record))
         same_opening = firsts.count(None)
         sharers = [same_opening if first is None else 1 for first in firsts]
         playing = [
@@ -159,26 +163,29 @@ class EpisodeRunner:
         self, queue: CompletionQueue, group: Group, row: Row, dialogue: TurnEncoder, step: int
     ) -> None:
         """Run the episodes of a prompt whose program owns the loop."""
-        agents, first = self.agents, group.episodes[0]
+        agents, first, rl = self.agents, group.episodes[0], self.cfg.rl
         assert agents is not None
         shown = dialogue.prompts, first.record, first.where
-        given = as_json(await asyncio.to_thread(record_for_agent, *shown))
-        pictures = agents.pictures()
+        # A harness knows its tasks.
+        read = bytes if rl.has_harness else lambda: as_json(record_for_agent(*shown))
+        given = asyncio.ensure_future(asyncio.to_thread(read))
+        pictures = PictureReader(agents.rows)
 
         async def play(episode: Episode) -> None:
             def rate(answer: str) -> asyncio.Future[EnvStep]:
                 return asyncio.wrap_future(self.reward_pool.step(episode.number, answer))
 
-            def check(prompt: Row, answer: Completion) -> None:
-                self._check_routing(episode, len(prompt.ids_S), answer)
-
             seed_of_request = partial(seed_of, self.cfg.train.seed, step, episode)
-            limits = self.settings, self.cfg.rl.turns
+            limits, check = (self.settings, rl.turns), partial(self._check_routing, episode)
             asking = AgentEpisode(
                 episode, queue, *limits, seed_of_request, self.text, check, pictures
             )
             episode.shown.append(row)
-            await agents.play(asking, given, rate)
+            # Nothing is awaited before, so that episodes start in their order.
+            async with agents.places:
+                begun = self.reward_pool.begin(episode.number, episode.record, episode.where)
+                await asyncio.wrap_future(begun)
+                await agents.play(asking, await given, rate)
             self.reward_pool.end(episode.number)
             await queue.leave(episode.number)
 
@@ -218,7 +225,7 @@ class EpisodeRunner:
             episode.take(response)
             if not response.messages:
                 break
-            if not await asyncio.to_thread(self._go_on, episode, dialogue, response.messages, turn):
+            if not await asyncio.to_thread(self._go_on, episode, dialogue, response, turn):
                 episode.cut = True
                 break
         self.reward_pool.end(episode.number)
@@ -236,21 +243,27 @@ class EpisodeRunner:
         tokens = prompt + len(answer.ids)
         check_table(answer.routing_SLK, tokens, self.text_sizes, where)
 
-    def _go_on(
-        self, episode: Episode, dialogue: TurnEncoder, messages: Sequence[Message], turn: int
-    ) -> bool:
+    def _go_on(self, episode: Episode, dialogue: TurnEncoder, response: EnvStep, turn: int) -> bool:
         """Show the environment's messages. Return whether the next answer is within the limits."""
-        rl = self.cfg.rl
+        rl, messages = self.cfg.rl, response.messages
         where = f"{episode.where}: what rl.environment says after answer {turn + 1}"
+        if response.is_new:
+            row = dialogue.opening(messages, where, episode.record)
+            fits = turn + 1 < rl.turns and len(row.ids_S) + rl.max_new_tokens <= rl.max_tokens
+            if fits:
+                episode.begin_again(messages, row)
+            return fits
         said = dialogue.parse_reply(messages, where)
-        reply, is_continued = dialogue.reply(messages, where, episode.record)
+        reply, is_same = dialogue.reply(messages, where, episode.record)
+        is_continued = is_same and response.tools is None
         if turn + 1 == rl.turns:
             return False
         episode.said += said
         if is_continued:
             length = len(episode.segments[-1].ids) + len(reply.ids_S) + 1
         else:
-            ids = _conversation(episode, dialogue, episode.opening, [*episode.shown, reply], where)
+            shown = [*episode.shown[episode.first :], reply]
+            ids = _conversation(episode, dialogue, episode.opening, shown, where)
             length = len(ids)
         if length + rl.max_new_tokens > rl.max_tokens:
             return False

@@ -39,7 +39,7 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
         max_len=engine.max_len or length,
         pictures=engine.pictures or max(1, max_images + more_images),
         videos=engine.videos,
-        has_media=rl.agent is not None
+        has_media=(rl.agent is not None or rl.has_harness)
         or any(index.images.any() or index.videos.any() for index in data.indexes),
         lora_rank=cfg.lora.rank,
         lora_vision=has_tower_weights(worker.adapted),

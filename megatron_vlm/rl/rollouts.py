@@ -80,8 +80,8 @@ async def collect_rollouts(
         raise DataError(
             f"has failed in all episodes of step {step} before it has asked for an answer",
             place=groups[0].episodes[0].where,
-            key="rl.agent",
-            found=rl.agent,
+            key="rl.environment" if rl.has_harness else "rl.agent",
+            found=rl.environment or rl.agent,
             remedy="mend it; what it has printed is above",
         )
     return Rollout(groups, num_tried, len(without_signal), position, time.perf_counter() - start)

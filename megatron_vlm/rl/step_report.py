@@ -140,7 +140,8 @@ def _episode(episode: Episode, episode_runner: EpisodeRunner) -> dict[str, Any]:
     teacher = {} if episode.teacher_kl is None else {"teacher_kl": episode.teacher_kl}
     return {
         "answers": episode.answers,
-        "heard": heard,  # messages after each answer but the last
+        "heard": heard,  # messages before each answer; for the first, if it is not the prompt
+        "rows": episode.rows,
         "reward": episode.reward,
         "figures": episode.figures,
         "tokens": episode.trained,

@@ -111,7 +111,7 @@ class RlTrainer:
         self.opened.callback(self.engines.close)
         settings = replace(settings_of(self.run.worker, data), draw=self.commands.draw_soon)
         self.engines.start(self.cfg.engine, settings, waiting)
-        if self.cfg.rl.agent is not None:
+        if self.cfg.rl.agent is not None or self.cfg.rl.has_harness:
             sizes = self.run.worker.source.sizes
             agents = AgentServer(self.cfg, sizes, settings.pictures, self.engines.loop)
             self.opened.callback(agents.close)

@@ -197,7 +197,7 @@ class TurnEncoder:
 
 
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: record[key] for key in VARIABLE_KEYS if record.get(key) is not None}
+    return {key: record[key] for key in (*VARIABLE_KEYS, "tools") if record.get(key) is not None}
 
 
 def _grids(row: Row, name: str) -> list[list[int]]:

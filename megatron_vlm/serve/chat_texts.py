@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron_vlm.config.schema import Config, DataConfig
@@ -21,7 +22,8 @@ from megatron_vlm.data.tokens.tokenizer import has_byte_level, stop_ids
 from megatron_vlm.family import read_family
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.hub import folder_of
-from megatron_vlm.serve.http.chat_samples import ChatPrompt
+from megatron_vlm.serve.http.chat_samples import ChatPrompt, DrawnAnswers
+from megatron_vlm.serve.protocol.chat_messages import read_answer
 from megatron_vlm.serve.protocol.payloads import RequestError
 from megatron_vlm.serve.protocol.requests import HEADS
 
@@ -84,15 +86,18 @@ class TokenizerTexts:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
+        drawn: DrawnAnswers = (),
     ) -> ChatPrompt:
         """Render messages, up to the beginning of the answer, or to the end of one that is the last
-        message."""
+        message. Messages that are `drawn` answers have the tokens of these."""
         if not self.renderer.template.shows_reasoning:
             # Clients send the thoughts of earlier answers back.
             messages = [
                 {name: value for name, value in each.items() if name != "reasoning_content"}
                 for each in messages
             ]
+        # Models draw empty answers, and clients send them back.
+        messages = [{**each, "weight": 0} for each in messages]
         raw = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
         chat = self.reader.parse(raw, _WHERE)
         assert isinstance(chat, Conversation)
@@ -102,11 +107,35 @@ class TokenizerTexts:
         opening = self.renderer.for_chat(chat).template.opening_after(last.role)
         if chat.is_continued:
             opening = "".join(part for part in last.parts if isinstance(part, str))
+        ids = self._with_drawn(sample.ids_S.tolist(), drawn, chat.tools)
+        sample = replace(sample, ids_S=np.array(ids))
         return ChatPrompt(
             self._chunks(sample, chat.media(Image)),
-            sample.ids_S.tolist(),
+            ids,
             is_thinking=self.chat_format.thoughts.is_open(opening),
         )
+
+    def _with_drawn(self, ids: list[int], drawn: DrawnAnswers, tools: Sequence[Any]) -> list[int]:
+        """Return the tokens of a prompt, with answers as they were drawn: each where the prompt
+        before it is the same, and its message has the parts that a client got."""
+        start, ends = self.renderer.start_id, self.renderer.end_ids
+        for prompt, answer in drawn:
+            # What opens an answer may share a token with the text after it.
+            head = len(prompt) - prompt[::-1].index(start) if start in prompt else len(prompt)
+            if ids[:head] != prompt[:head]:
+                continue
+            end = next((at for at in range(head, len(ids)) if ids[at] in ends), len(ids))
+            opening = self.text(prompt[head:])
+
+            def parts(body: Sequence[int], opening: str = opening) -> tuple[Any, ...]:
+                text, is_open = self.text(body), self.chat_format.thoughts.is_open(opening)
+                said = read_answer(self.chat_format, text.removeprefix(opening), is_open, tools)
+                calls = [(call.name, call.arguments) for call in said.calls]
+                return text.startswith(opening), said.content, said.thoughts, calls
+
+            if parts(ids[head:end]) == parts([*prompt[head:], *answer]):
+                ids = [*prompt, *(each for each in answer if each not in ends), *ids[end:]]
+        return ids
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""

@@ -21,6 +21,8 @@ class EnvStep:
     reward: float = 0.0  # the rewards of all turns add up
     messages: Sequence[Message] = ()  # the next messages; if empty, the episode has ended
     figures: Mapping[str, float] = field(default_factory=dict)  # more metrics to report, by name
+    tools: Sequence[Mapping[str, Any]] | None = None  # the model's from now on; None: as before
+    is_new: bool = False  # `messages` are a whole conversation, in place of all that was before
 
 
 class Environment(Protocol):
@@ -28,8 +30,8 @@ class Environment(Protocol):
     be restarted, a new object receives the same record and the same answers, and must reach the
     same state with them. Both methods may be coroutines."""
 
-    def reset(self, record: Mapping[str, Any]) -> Opening | Awaitable[Opening]:
-        """Return the first messages, or None for the record's."""
+    def reset(self, record: Mapping[str, Any]) -> Opening | EnvStep | Awaitable[Opening | EnvStep]:
+        """Return the first messages, in an EnvStep if there are tools, or None for the record's."""
 
     def step(self, answer: str) -> EnvStep | Awaitable[EnvStep]:
         """Return the response to an answer."""

@@ -7,11 +7,13 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_vlm.config.schema import NAMED
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import home_path, real_path
 
@@ -19,8 +21,9 @@ _LONGEST = 300  # maximum characters of an exception's text
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 # The key that names the user's code of each kind, and the key of the time that a call may take.
 KEYS = {"reward": "rl.reward", "environment": "rl.environment", "metric": "eval.metrics"}
-KEYS["view"] = "teacher.view"
+KEYS |= {"view": "teacher.view", "harness": "rl.environment"}  # a harness asks by itself
 TIMEOUT_KEYS = dict.fromkeys(KEYS, "rl.timeout") | {"metric": "eval.metric_timeout"}
+TIMEOUT_KEYS["harness"] = "rl.agent_timeout"
 # {kind: (method, or "" for the object itself; sample arguments; the arguments in words)}
 _CALLS: dict[str, list[tuple[str, tuple[Any, ...], str]]] = {
     "reward": [("", ({}, ""), "(record, answer)")],
@@ -46,6 +49,11 @@ def load_user_code(kind: str, target: str) -> tuple[Callable[..., Any], Path]:
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise ConfigError("is neither FILE.py:NAME nor MODULE:NAME", key=KEYS[kind], found=target)
+    if target.startswith(NAMED) and KEYS[kind] == "rl.environment":
+        package, _, name = target.partition(":")
+        with _loading(kind, target, Path.cwd(), f"pip install 'megatron_vlm[{package}]'"):
+            module = importlib.import_module(f"megatron_vlm.user_code.{package}_episodes")
+            return getattr(module, f"load_{package}")(name), Path.cwd()
     module, home = _module(kind, target, place)
     target_object = getattr(module, name, None)
     if target_object is None:
@@ -87,15 +95,24 @@ def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
         raise ConfigError(f": there is no file {path}", key=KEYS[kind], found=target, remedy=hint)
     home = path.parent if is_file else Path.cwd()
     sys.path.insert(0, str(home))
-    try:
+    with _loading(kind, target, home):
         module = _of_file(path) if is_file else importlib.import_module(place)
-    except BaseException as error:  # SystemExit as well
-        where = place_of_function(error, home)
-        raise ConfigError(
-            f"cannot be imported: {error_in_one_line(error)}{where}", key=KEYS[kind], found=target
-        ) from error
     file = getattr(module, "__file__", None)
     return module, home if file is None else real_path(file).parent
+
+
+@contextmanager
+def _loading(kind: str, target: str, home: Path, install: str = "") -> Iterator[None]:
+    """Raise ConfigError for any error. `install` is the remedy for a module that is missing."""
+    try:
+        yield
+    except BaseException as error:  # SystemExit as well
+        raise ConfigError(
+            f"cannot be loaded: {error_in_one_line(error)}{place_of_function(error, home)}",
+            key=KEYS[kind],
+            found=target,
+            remedy=install if isinstance(error, ModuleNotFoundError) else "",
+        ) from error
 
 
 def _of_file(path: Path) -> ModuleType:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from megatron_vlm.config.schema import Config, RlConfig
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.child import Child, ChildDiedError
-from megatron_vlm.user_code.environment import EnvStep, Message, Opening
+from megatron_vlm.user_code.environment import EnvStep, Opening
 from megatron_vlm.user_code.load_code import KEYS
 from megatron_vlm.user_code.reward_process import RewardCallError, RewardWorker
 from megatron_vlm.user_code.serialize import PackingError
@@ -44,7 +44,8 @@ class RewardSettings:
         if target is None:
             kind, target = "environment", rl.environment
         assert target is not None, "config/command_checks.py"
-        return RewardSettings(kind, target, processes, rl.timeout, rl.failed_reward)
+        kind, timeout_s = ("harness", rl.agent_timeout) if rl.has_harness else (kind, rl.timeout)
+        return RewardSettings(kind, target, processes, timeout_s, rl.failed_reward)
 
     @staticmethod
     def of_view(cfg: Config, processes: int) -> "RewardSettings":
@@ -87,7 +88,7 @@ class RewardPool:
 
     def begin(
         self, episode: int, record: Mapping[str, Any], where: str
-    ) -> "Future[Sequence[Message] | None]":
+    ) -> "Future[EnvStep | None]":
         """Begin an episode with this number, and return its first messages, or None for the
         record's. `where`: the record's name in error messages."""
         return self._do(self._begin(episode, record, where))
@@ -160,15 +161,14 @@ class RewardPool:
             await asyncio.wait(tasks)
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    async def _begin(
-        self, number: int, record: Mapping[str, Any], where: str
-    ) -> Sequence[Message] | None:
+    async def _begin(self, number: int, record: Mapping[str, Any], where: str) -> EnvStep | None:
         assert number not in self._episodes, f"episode {number} has begun already"
         episode = self._episodes[number] = self._new_episode(number, record, where)
-        if self.kind == "reward":
+        if self.kind != "environment":
             return None
         async with episode.lock:
-            return await self._ask_or_fail(episode, _begin_request(episode), "reset")
+            first = await self._ask_or_fail(episode, _begin_request(episode), "reset")
+            return first and EnvStep(**first)
 
     def _new_episode(self, number: int, record: Mapping[str, Any], where: str) -> _Episode:
         """Return an episode on the worker that has the fewest."""
@@ -182,8 +182,8 @@ class RewardPool:
             response: dict[str, Any] = {}
             if not episode.failed:
                 request = {"do": "step", "episode": number, "answer": answer}
-                if self.kind == "reward":
-                    request |= {"do": "reward", "record": episode.record}
+                if self.kind != "environment":
+                    request |= {"do": self.kind, "record": episode.record}
                 response = await self._ask_or_fail(episode, request, "step")
             if episode.failed:
                 assert self.settings.failed_reward is not None
@@ -248,8 +248,8 @@ class RewardPool:
                 lost += 1
                 deaths += error.suspects > 0
                 suspected = suspected or error.suspects > 1
-                if deaths >= _MAX_DEATHS or lost >= _MAX_LOST:
-                    times = deaths if deaths >= _MAX_DEATHS else lost
+                if deaths >= (1 if self.kind == "harness" else _MAX_DEATHS) or lost >= _MAX_LOST:
+                    times = lost if lost >= _MAX_LOST else deaths
                     text = f"was asked {times} times, and its process {error}"
                     raise RewardCallError(text) from None
 
@@ -272,7 +272,7 @@ class NoRewards:
 
     def begin(
         self, episode: int, record: Mapping[str, Any], where: str
-    ) -> "Future[Sequence[Message] | None]":
+    ) -> "Future[EnvStep | None]":
         """Begin an episode with the messages of its record."""
         return _done(None)
 

@@ -54,7 +54,7 @@ class _UserCodeRunner:
     async def answer(self, request: Request) -> Any:
         """Return the answer to a request. Raise WrongResultError if the user's code is wrong."""
         episode = request["episode"]
-        if request["do"] == "reward":
+        if request["do"] in ("reward", "harness"):
             record, answer = request["record"], request["answer"]
             return step_of_result(await self._call_in_time(lambda: self.found(record, answer)))
         if request["do"] == "metric":
@@ -71,9 +71,19 @@ class _UserCodeRunner:
                 self.episodes[episode] = self.found()
                 return self.episodes[episode].reset(request["record"])
 
-            return _opening_messages(await self._call_in_time(begin), "for those of the record")
+            first = await self._call_in_time(begin)
+            step = first if isinstance(first, EnvStep) else EnvStep(messages=first)
+            said = _opening_messages(step.messages, "for those of the record")
+            return said and _step(step.reward, step.figures, said) | {"tools": step.tools}
         environment = self.episodes[episode]
         return _of_step(await self._call_in_time(lambda: environment.step(request["answer"])))
+
+    async def end(self, request: Request) -> None:
+        """Forget an environment, and close it if it has a method for that."""
+        environment = self.episodes.pop(request["episode"], None)
+        if (close := getattr(environment, "close", None)) is not None:
+            with contextlib.suppress(WrongResultError):
+                await self._call_in_time(close)
 
     async def _call_in_time(self, call: Callable[[], Any]) -> Any:
         """Return the result of a call, if it returns in time."""
@@ -136,7 +146,8 @@ def _of_metric(result: Any) -> dict[str, float]:
 def _of_step(result: Any) -> Request:
     if not isinstance(result, EnvStep):
         raise WrongResultError(f"returned {_quote(result)}, not an EnvStep")
-    return _step(result.reward, result.figures, _messages(result.messages))
+    step = _step(result.reward, result.figures, _messages(result.messages))
+    return step | {"tools": result.tools, "is_new": bool(result.is_new)}
 
 
 def _opening_messages(result: Any, none: str) -> Any:
@@ -220,10 +231,9 @@ async def _serve(channel: ParentChannel, runner: _UserCodeRunner) -> None:
             channel.refuse(number, why)
 
     def take(request: Request) -> None:
-        if request["do"] == "end":
-            runner.episodes.pop(request["episode"], None)
-        elif request["do"] != "abort":  # the trainer ignores the answer
-            task = loop.create_task(carry_out(request))
+        if request["do"] != "abort":  # the trainer ignores the answer
+            is_end = request["do"] == "end"
+            task = loop.create_task(runner.end(request) if is_end else carry_out(request))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 

@@ -221,6 +221,24 @@ def test_a_sample_has_its_pictures_answers_and_rewards(report):
     assert [each.get("open") for each in drawn.all("details")][:1] == [""]
 
 
+def test_an_agents_requests_are_shown_with_their_rows(report):
+    """The first request stands there where it is not the prompt, and a row where another begins or
+    goes on. Episodes of a single row name none."""
+    uri = data_uri(PLUM)
+    texts = "system: look", "short", "and then?"
+    heard = [{"text": text, "images": [uri] * (text == "short")} for text in texts]
+    agents = episode(1.0, *"abcd", heard=[*heard, heard[1]], rows=[1, 2, 2, 1])
+    page = report(rl(0), samples=[prompt(0, agents, episode(0.0, "e", rows=[1]))])
+    first, single = page.of(Labelled)
+    assert first.sections[:-1] == [
+        *(Note("Row 1", "quiet"), Said(["system: look"], "quiet"), Pictures([]), Said(["a"])),
+        *(Note("Row 2", "quiet"), Said(["short"], "quiet"), Pictures([uri]), Said(["b"])),
+        *(Said(["and then?"], "quiet"), Pictures([]), Said(["c"])),
+        *(Note("Row 1", "quiet"), Said(["short"], "quiet"), Pictures([uri]), Said(["d"])),
+    ]
+    assert single.sections == [Said(["e"]), Note("3 tokens", "quiet")]
+
+
 def test_of_many_steps_the_first_the_last_and_some_between_are_shown(report):
     page = report(rl(0), rl(1_000), samples=[prompt(i * 25) for i in range(41)])
     note = "samples.jsonl has samples of 41 steps, 6 of them here. The best are first."
@@ -269,6 +287,7 @@ def test_a_step_that_was_told_in_part_is_shown_as_it_was_done_again(report):
         (json.dumps(prompt(2, episode(float("nan")))), "1 line"),
         (json.dumps(prompt(2, episode(figures={"a": "b"}))), "1 line"),
         (json.dumps(prompt(2, images="ab")), "1 line"),
+        (json.dumps(prompt(2, episode(rows="ab"))), "1 line"),
         (json.dumps(prompt(2, episode(heard=[{"text": "a"}]))), "1 line"),
     ],
 )
@@ -304,7 +323,7 @@ def test_what_is_too_long_is_left_out(report, monkeypatch):
 @pytest.mark.full
 def test_a_page_stays_small_whatever_the_file_has(report):
     uri = "data:image/png;base64," + "A" * 2**19
-    observations = [{"text": "h", "images": [uri[:5000]] * 30}] * 30
+    observations = [{"text": "h", "images": [uri[:5000]] * 30}] * 29
     figures = {f"{i}{'f' * 5000}": 1.0 for i in range(100)}
     many = [
         episode(float(i), *["a" * 5000] * 30, heard=observations if not i else [], figures=figures)

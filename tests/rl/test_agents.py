@@ -5,13 +5,16 @@ pictures that they have sent, and a program that fails costs its episode alone."
 import asyncio
 import json
 import sys
+import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -40,6 +43,7 @@ from tests.support.error_fields import raises
 from tests.support.sets import write_set
 
 PROGRAM = Path(agent_program.__file__)
+ROOT = Path(__file__).parents[2]
 WORDS = ["red", "what is it?", "0 1 2", "word word", "look"]
 
 
@@ -61,10 +65,23 @@ def folder(tmp_path_factory) -> Path:
 class Played:
     """Episodes of a kind of agent, and what a sampler was asked for and has drawn."""
 
-    def __init__(self, folder: Path, model: str, kind: str, in_rounds: bool = False, **rl: Any):
-        agent = f"{sys.executable} {PROGRAM} {kind}"
-        cfg = config(folder, model, agent=agent, samples=2, max_new_tokens=12, **rl)
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        kind: str,
+        in_rounds: bool = False,
+        words: Callable[[str, int], str] = lambda asked, seed: WORDS[seed % 5],
+        is_split: bool = False,
+        **rl: Any,
+    ):
+        """`words`: the answer to a prompt with this text, by its seed. `is_split`: it has a token
+        for each character."""
+        given = {"agent": f"{sys.executable} {PROGRAM} {kind}", "samples": 2, "max_new_tokens": 99}
+        cfg = config(folder, model, **given | rl)
         judged = cfg.rl.reward is not None
+        self.words, self.is_split = words, is_split
+        self.most = 0  # episodes at a time
         self.asked: list[tuple[Row, int, Completion]] = []
         with runner_of(cfg, judged) as self.runner:
             self.groups = asyncio.run(self._play(in_rounds))
@@ -74,10 +91,15 @@ class Played:
         runner, loop = self.runner, asyncio.get_running_loop()
 
         async def sample(prompt: Row, settings: Any, seeds: Any) -> list[Completion]:
-            assert settings.max_tokens <= 12 and settings.temperature == 1
-            drawn = []
+            assert settings.max_tokens <= 99 and settings.temperature == 1
+            assert runner.agents is not None
+            self.most = max(self.most, len(runner.agents.requests.open))
+            drawn, asked = [], runner.tokenizer.decode(prompt.ids_S)
             for seed in seeds:
-                ids = [*runner.tokenizer(WORDS[seed % 5]).input_ids, runner.dialogues[0].end_id]
+                said = self.words(asked, seed)
+                parts = list(said) if self.is_split else [said]
+                ids = [token for part in parts for token in runner.tokenizer(part).input_ids]
+                ids.append(runner.dialogues[0].end_id)
                 log_probs = tuple(-1.0 - (seed + place) % 64 / 64 for place in range(len(ids)))
                 drawn.append(Completion(tuple(ids), log_probs, "stop", ((0, len(ids)),)))
                 self.asked.append((prompt, seed, drawn[-1]))
@@ -164,6 +186,71 @@ def test_requests_side_by_side_are_segments_of_their_own(folder, model):
     assert len({seed for _, seed, _ in played.asked}) == 6
 
 
+CALL = '<tool_call>\n{"name":"look",  "arguments":{"x":1}}\n</tool_call>'
+# Answers that the chat template shows in other tokens, or that are empty.
+SENT_BACK = {
+    "other tokens": ("what is the word?", True),
+    "a break first": ("\n\nred word", False),
+    "nothing": ("", False),
+    "other spaces": (f"I look. {CALL}", False),
+    "a call alone": (CALL, True),
+}
+
+
+@pytest.mark.parametrize("drawn", SENT_BACK)
+def test_an_answer_that_comes_back_has_the_tokens_that_were_drawn(folder, model, drawn):
+    said, is_split = SENT_BACK[drawn]
+    words = lambda asked, seed: said  # noqa: E731
+    given: dict[str, Any] = {"words": words, "is_split": is_split}
+    played = Played(folder, model, "sends_back", **given)
+    for episode in played.episodes:
+        [segment] = episode.segments
+        assert len(played.answers_of(segment)) == 2 and episode.reward == 1
+        assert episode.answers == [said, said]
+
+
+def test_an_answer_that_was_changed_is_rendered(folder, model):
+    given: dict[str, Any] = {"words": lambda asked, seed: "word word", "is_split": True}
+    played = Played(folder, model, "changes", **given)
+    record = json.loads((folder / "train.jsonl").read_text())
+    maker = RowMaker(model, image_root=str(folder), ignore_keys=("solution",))
+    chat = [*record["messages"], say("assistant", "word word!"), say("user", text("and?"))]
+    shown = maker.row({"messages": chat}, prompt=True).ids_S.tolist()
+    for episode in played.episodes:
+        _, changed = episode.segments
+        assert changed.ids[: changed.prompt_length] == shown
+
+
+def test_many_episodes_have_many_requests(folder, model):
+    """All 64 wait for the first round together, each with one of its sub-agents or more."""
+    played = Played(folder, model, "sub_agents", in_rounds=True, samples=64)
+    assert played.most == 64 and len(played.asked) == 4 * 64
+    drawn = [
+        (each.ids_S.tolist(), [*said.ids], [*said.log_probs]) for each, _, said in played.asked
+    ]
+    learnt = [
+        (each.ids[: each.prompt_length], each.ids[each.prompt_length :], each.log_probs)
+        for episode in played.episodes
+        for each in episode.segments
+    ]
+    learnt = [(ids, said, known[len(ids) :]) for ids, said, known in learnt]
+    assert sorted(learnt) == sorted(drawn)
+    for episode in played.episodes:
+        greys = (int(each.pictures[0].pixel_values_PC.min()) for each in episode.segments)
+        assert sorted(greys) == [0, 0, 1, 2] and episode.reward == 1
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_episodes_wait_for_a_place(folder, model, in_rounds):
+    played = Played(folder, model, "two_turns", in_rounds, samples=5, max_concurrent=2)
+    assert played.most == 2 and [len(each.answers) for each in played.episodes] == [2] * 5
+
+
+def test_a_child_that_outlives_its_episode_is_refused(folder, model, tmp_path):
+    played = Played(folder, model, f"outlives {tmp_path / 'status'}", max_concurrent=1)
+    assert [each.reward for each in played.episodes] == [0, 410]
+
+
 def test_pictures_of_tool_results_arrive(folder, model):
     played = Played(folder, model, "anthropic")
     for episode, row in zip(played.episodes, played.rows, strict=True):
@@ -187,6 +274,8 @@ FAILURES = {
     "exits": "ended with exit status 1: no tool today",
     "silent": "gave no reward",
     "floods": "gave as reward 'much'",
+    "pictures": "has 99 pictures, and limit pictures is 9",
+    "other_model": "there is no 'gpt-4o': an agent asks for policy",
     "hangs": "took longer than rl.agent_timeout=3 seconds",
 }
 
@@ -205,6 +294,89 @@ def test_a_program_that_fails_costs_its_episode(folder, model, kind, capfd):
     if kind == "exits":
         with raises(DataError, place_has="train.jsonl:1", key="rl.agent", problem_has="no tool"):
             Played(folder, model, kind)
+
+
+# What a long-lived server of agents does with an episode, and what comes of it.
+SERVED = {
+    "answers": 3.0,
+    "posts": 4.0,
+    "breaks": "answered with status 500: no tool today",
+    "says nothing": "gave no reward",
+    "floods": "gave no reward",
+    "hangs": "took longer than rl.agent_timeout=3 seconds",
+    "gone": "cannot be reached: All connection attempts failed",
+}
+
+
+@contextmanager
+def agents_at(kind: str) -> Iterator[str]:
+    """Yield the address of a server of agents."""
+    done = threading.Event()
+
+    class Agent(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            given = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            assert given["solution"] == 7 and self.path == "/agent"
+            body = {"model": given["OPENAI_MODEL"], "messages": given["messages"]}
+            url, key = given["OPENAI_BASE_URL"], given["OPENAI_API_KEY"]
+            assert f"/e/{key}/v1" in url
+            agent_program.post(url + "/chat/completions", body)
+            if kind == "posts":
+                agent_program.post(given["REWARD_URL"], 4)
+            if kind == "hangs":
+                done.wait()
+            self.send_response(500 if kind == "breaks" else 200)
+            self.end_headers()
+            said = {"answers": '{\n"reward": 3}', "breaks": "no tool today", "floods": "x" * 10**7}
+            with suppress(ConnectionError):
+                self.wfile.write(said.get(kind, "").encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Agent)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    if kind == "gone":
+        server.socket.close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/agent"
+    finally:
+        done.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_an_agent_may_be_a_server(folder, model, kind, capfd):
+    expected, seconds = SERVED[kind], 3.0 if kind == "hangs" else 100.0
+    with agents_at(kind) as url:
+        given: dict[str, Any] = {"agent": url, "failed_reward": -1.0, "agent_timeout": seconds}
+        played = Played(folder, model, kind, **given)
+    is_text = isinstance(expected, str)
+    assert [each.reward for each in played.episodes] == [-1 if is_text else expected] * 2
+    assert not is_text or expected in capfd.readouterr().err
+
+
+def test_errors_have_the_form_of_their_api(folder, model):
+    """Also those of paths that no episode has, and of a page in a browser."""
+    loop = asyncio.new_event_loop()
+    agents = AgentServer(config(folder, model, agent="true"), read_sizes(model), 9, loop)
+    try:
+        for path in ("v1/models", "v1/nothing", "reward", "anthropic/v1/messages", "anthropic/x"):
+            for head, status in (({}, 410), ({"Origin": "http://evil"}, 403)):
+                is_unknown = path in ("v1/nothing", "anthropic/x") and not head
+                method = "POST" if path in ("reward", "anthropic/v1/messages") else "GET"
+                url = f"http://127.0.0.1:{agents.port}/e/nobody/{path}"
+                answer = httpx.request(method, url, headers=head)
+                assert answer.status_code == (404 if is_unknown else status)
+                error, body = answer.json()["error"], answer.json()
+                assert ("type" in body) == path.startswith("anthropic")
+                assert error["message"] and "serve.keys" not in error["message"]
+    finally:
+        agents.close()
+        loop.close()
 
 
 def test_a_request_that_is_repeated_is_one_draw():
@@ -238,6 +410,24 @@ def test_a_request_that_is_repeated_is_one_draw():
     assert [each.ids for each in segments] == [[3, 4, 5, *each.ids] for each in drawn]
 
 
+@pytest.mark.slow
+@pytest.mark.engine("chat")
+@pytest.mark.parametrize("kind", ["of_openai", "of_anthropic", "of_agents_sdk"])
+def test_programs_of_others_are_agents_as_they_are(folder, model, kind):
+    """They call a tool and send its result with the answer: one row, with the drawn tokens."""
+
+    def words(asked: str, seed: int) -> str:
+        return "It is red." if "<tool_response>" in asked else CALL
+
+    program = ROOT / "tests" / "support" / "chat_clients" / "rl_agents.py"
+    agent = f"env PYTHONPATH= {ROOT / '.venv-chat' / 'bin' / 'python'} {program} {kind}"
+    played = Played(folder, model, kind, agent=agent, words=words, is_split=True)
+    for episode, row in zip(played.episodes, played.rows, strict=True):
+        [segment] = episode.segments
+        assert len(played.answers_of(segment)) == 2 and episode.reward == 1
+        assert len(row.row.image_grid_I3) == (1 if kind == "of_agents_sdk" else 2)
+
+
 @pytest.mark.full
 def test_a_run_with_an_agent_resumes_bit_for_bit(pool, folder, model, tmp_path):
     """The ranks' own decoder answers the agent in rounds."""
@@ -250,6 +440,7 @@ def test_a_run_with_an_agent_resumes_bit_for_bit(pool, folder, model, tmp_path):
     resumed = learnt(pool, 2, tmp_path, ending, "resumed", *more)
     assert furthest(whole, resumed) == 0 and samples(whole) == samples(resumed)
     for line in lines(whole, "rl"):
+        assert line["rows"] == 1
         assert line["turns"] == 2 and line["figures"] == {"turns": 2} and line["seen"] is not None
     shown = [episode for line in samples(whole) for episode in line["episodes"]]
     assert all(len(heard) == 1 and heard[0]["images"] for heard in (e["heard"] for e in shown))

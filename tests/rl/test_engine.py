@@ -6,11 +6,13 @@ reach the engine.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.rl.test_rl import check_rows, furthest, go, held_out, learnt, lines, samples, thinking
+from tests.support import agent_program
 from tests.support.chats import say, text
 from tests.support.engine import ENVIRONMENT
 from tests.support.sets import write_set
@@ -180,6 +182,15 @@ def test_an_environment_shows_pictures_to_an_engine(pool, folder, model, name):
     assert all(line["turns"] > 2 for line in lines(run, "rl"))
     if name == "thinks":
         check_rows(run)
+
+
+def test_an_agent_shows_pictures_to_an_engine(pool, folder, model):
+    """Its answers come back as text, and the rows have the tokens that the engine has drawn."""
+    agent = [f"rl.agent={sys.executable} {agent_program.__file__} two_turns", "rl.max_tokens=400"]
+    run = learnt(pool, 1, folder, model, "agent", *ENGINE, *agent)
+    check(run, 3)
+    for line in lines(run, "rl"):
+        assert line["turns"] == 2 and line["rows"] == 1 and line["seen"] is not None
 
 
 def test_a_teacher_in_an_engine_teaches_what_one_on_the_ranks_does(pool, folder, model, tiny):

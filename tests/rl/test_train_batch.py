@@ -54,7 +54,7 @@ from megatron_vlm.rl.train_batch import (
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 from tests.support.chats import picture, say, text
 from tests.support.error_fields import raises
-from tests.support.rl_tasks import Looks, closer
+from tests.support.rl_tasks import Looks, closer, tool
 
 TASKS = Path(__file__).parents[1] / "support" / "rl_tasks.py"
 SAMPLES = 3
@@ -146,8 +146,8 @@ def with_view(cfg: Config, name: str) -> Config:
     return replace(cfg, teacher=TeacherConfig(SELF, view=f"{TASKS}:{name}"))
 
 
-def play(episode_runner: EpisodeRunner, ended: str = "stop") -> list[Group]:
-    """Answered by a sampler that says what its seeds say."""
+def play(episode_runner: EpisodeRunner, ended: str = "stop", sharers: int = SAMPLES) -> list[Group]:
+    """Answered by a sampler that says what its seeds say. `sharers`: episodes with one opening."""
 
     async def sample(prompt: Row, settings, seeds):
         asked.append((prompt, seeds))
@@ -158,7 +158,7 @@ def play(episode_runner: EpisodeRunner, ended: str = "stop") -> list[Group]:
     handles, _ = next_prompts(episode_runner.data, Position(), 3)
     groups = asyncio.run(episode_runner.play(queue, handles, step=5, first_group=0))
     # The first answers to a prompt are asked for at once, the others one by one.
-    assert [len(seeds) for _, seeds in asked[:3]] == [SAMPLES] * 3
+    assert [len(seeds) for _, seeds in asked[:3]] == [sharers] * 3
     return groups
 
 
@@ -400,6 +400,27 @@ def test_pictures_of_an_environment_may_be_of_any_kind(folder, looks):
         for given in (image, (folder / "own.png").read_bytes(), "own.png")
     ]
     assert all(same_pictures(rows[0], row) and row.ids_S.equal(rows[0].ids_S) for row in rows)
+
+
+def test_an_environment_gives_tools_and_new_conversations(folder, model):
+    """Other tools are shown from the beginning, and a new conversation has no picture of before."""
+    image = {"type": "image", "image": PIL.Image.new("RGB", (64, 64))}
+    maker = RowMaker(model)
+    for runner in opened(config(folder, model, environment=f"{TASKS}:Tools")):
+        groups = play(runner, sharers=1)
+    for episode in (each for group in groups for each in group.episodes):
+        said = [say("assistant", each) for each in episode.answers]
+        chat = [say("user", "look"), said[0], say("user", "again"), said[1]]
+        more = [*chat, say("user", image), said[2]]
+        short = [say("user", "in short"), say("assistant", "black"), say("user", "so"), said[3]]
+        shown = [(chat, ["look"]), (more, ["look", "crop"]), (short, ["look", "crop"])]
+        for segment, (messages, names) in zip(episode.segments, shown, strict=True):
+            tools = [tool(name) for name in names]
+            row = maker.row({"messages": messages, "tools": tools})
+            assert segment.ids == row.ids_S[: len(segment.ids)].tolist()
+            assert len(row.ids_S) - len(segment.ids) <= 1
+        assert [len(each.pictures) for each in episode.segments] == [2, 3, 1]
+        assert episode.reward == 4.5 and episode.figures == {"begun": 1}
 
 
 def test_prompts_have_a_cache_of_their_own(folder, model, tmp_path):

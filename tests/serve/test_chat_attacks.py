@@ -487,14 +487,14 @@ def test_a_key_with_many_prompts_keeps_others_waiting_for_one() -> None:
         def convert_pictures(self, messages: Any) -> None:
             pass
 
-        def prompt(self, messages: Any, tools: Any, variables: Any) -> ChatPrompt:
+        def prompt(self, messages: Any, tools: Any, variables: Any, drawn: Any) -> ChatPrompt:
             time.sleep(0.05)
             self.made.append(messages[0]["content"])
             return ChatPrompt([], [], is_thinking=False)
 
     async def ask() -> list[str]:
         texts = Slow()
-        prompts: Any = ChatPrompts(texts, 100, 1)  # type: ignore[arg-type]
+        prompts: Any = ChatPrompts(texts, 100, 1, lambda key: ())  # type: ignore[arg-type]
         asked = [("ann", f"ann {number}") for number in range(5)] + [("bob", "bob")]
         await asyncio.gather(
             *(

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import zlib
+from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
@@ -41,8 +42,8 @@ def text_of(answer: Json) -> str:
 
 
 def said(answer: Json) -> Json:
-    """Return an answer as a message. One without a text cannot be sent back."""
-    return {"role": "assistant", "content": text_of(answer).strip() or "nothing"}
+    """Return an answer as a message, as it came."""
+    return dict(answer["choices"][0]["message"])
 
 
 def grey(value: int) -> Json:
@@ -97,6 +98,45 @@ def parallel(record: Json) -> None:
     for thread in threads:
         thread.join()
     ask([*record["messages"], said(answers[1]), user("and?")])
+    reward(1)
+
+
+def sends_back(record: Json) -> None:
+    """Ask with a tool, and send the answer back as it came, with the results of its calls. Its
+    tokens are those that were drawn."""
+    function = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    first = ask(record["messages"], tools=tools)
+    message = said(first)
+    calls = [each["id"] for each in message.get("tool_calls", [])]
+    results = [{"role": "tool", "tool_call_id": each, "content": "3"} for each in calls]
+    follows = results or [user("and?")]
+    second = ask([*record["messages"], message, *follows], tools=tools)
+    begins = [*first["prompt_token_ids"], *first["choices"][0]["token_ids"]]
+    reward(second["prompt_token_ids"][: len(begins)] == begins)
+
+
+def changes(record: Json) -> None:
+    """Send an answer back with more words than it had."""
+    message = said(ask(record["messages"]))
+    message["content"] += "!"
+    ask([*record["messages"], message, user("and?")])
+    reward(1)
+
+
+def sub_agents(record: Json) -> None:
+    """Ask for three answers at a time, each with words of its own, and then for their sum."""
+    parts: list[str] = []
+
+    def one(number: int) -> None:
+        parts.append(text_of(ask([user(grey(number), f"part {number}")])))
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ask([*record["messages"], user(*sorted(parts))])
     reward(1)
 
 
@@ -163,8 +203,48 @@ def exits(record: Json) -> None:
     sys.exit("no tool today")
 
 
+def outlives(record: Json) -> None:
+    """Leave a child in a session of its own, which asks once this episode has ended. The next
+    episode waits for the answer, and is rewarded with its status."""
+    mark = Path(sys.argv[2])
+    if not mark.with_suffix(".begun").exists():
+        mark.with_suffix(".begun").touch()
+        child = [sys.executable, __file__, "late", str(mark)]
+        quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.Popen(child, start_new_session=True, **quiet)
+        reward(0)
+        return
+    while not mark.exists():
+        time.sleep(0.02)
+    reward(float(mark.read_text()))
+
+
+def late(record: Json) -> None:
+    """Wait until the episode has ended, then ask, and write down the status of the refusal."""
+    try:
+        while True:
+            with urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/models"):
+                time.sleep(0.02)
+    except urllib.error.HTTPError:
+        pass
+    try:
+        ask([user("still there?")])
+    except urllib.error.HTTPError as error:
+        part = Path(sys.argv[2]).with_suffix(".part")
+        part.write_text(str(error.code))
+        part.rename(sys.argv[2])
+
+
 def silent(record: Json) -> None:
     ask(record["messages"])
+
+
+def pictures(record: Json) -> None:
+    ask([user(*(grey(each) for each in range(99)))])
+
+
+def other_model(record: Json) -> None:
+    ask(record["messages"], model="gpt-4o")
 
 
 def floods(record: Json) -> None:
@@ -176,4 +256,4 @@ def floods(record: Json) -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](json.load(sys.stdin))
+    globals()[sys.argv[1]](json.loads(sys.stdin.read() or "{}"))

@@ -93,6 +93,34 @@ class Repeats(Looks):
         return EnvStep(0.0, [{"role": "assistant", "content": answer}, *told.messages])
 
 
+def tool(name: str) -> Mapping[str, Any]:
+    function = {"name": name, "parameters": {"type": "object", "properties": {}}}
+    return {"type": "function", "function": function}
+
+
+class Tools:
+    """An environment that gives a tool at first, another before the third answer, and then a whole
+    new conversation, in which the model has said something."""
+
+    def reset(self, record: Mapping[str, Any]) -> EnvStep:
+        self.turn = 0
+        return EnvStep(0.5, [{"role": "user", "content": "look"}], {"begun": 1}, [tool("look")])
+
+    def step(self, answer: str) -> EnvStep:
+        self.turn += 1
+        if self.turn == 1:
+            return EnvStep(1.0, [{"role": "user", "content": "again"}])
+        if self.turn == 2:
+            parts = [{"type": "image", "image": PIL.Image.new("RGB", (64, 64))}]
+            more = [tool("look"), tool("crop")]
+            return EnvStep(1.0, [{"role": "user", "content": parts}], tools=more)
+        if self.turn == 3:
+            first = {"role": "user", "content": "in short"}
+            said = {"role": "assistant", "content": "black"}
+            return EnvStep(1.0, [first, said, {"role": "user", "content": "so"}], is_new=True)
+        return EnvStep(1.0)
+
+
 def short(record: Mapping[str, Any], answer: str) -> float:
     """Return a reward that is easy to learn for any model that writes text."""
     return -float(len(answer))

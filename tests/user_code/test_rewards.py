@@ -437,7 +437,7 @@ def test_an_environment_sees_and_shows_pictures(judging, tmp_path):
         """,
         environment="rewards.py:Turning",
     )
-    [first] = reward_pool.begin(0, {"image": picture()}, "turning").result(PATIENCE_S)
+    [first] = reward_pool.begin(0, {"image": picture()}, "turning").result(PATIENCE_S).messages
     image, path, raw, text = first["content"]
     assert image["image"].tobytes() == picture().tobytes() and image["image"].mode == "RGB"
     assert (path["image"], raw["image"], text) == ("a.png", b"PNG", "?")
@@ -547,8 +547,8 @@ NAMES = {
     "rewards.py:number": "is a int;",
     "rewards.py:Game": "is a class;",
     "rewards.py:short": "are (answer), not (record, answer)",
-    "broken.py:score": "cannot be imported: SyntaxError",
-    "missing.py:score": "cannot be imported: ModuleNotFoundError: No module named 'no_such'",
+    "broken.py:score": "cannot be loaded: SyntaxError",
+    "missing.py:score": "cannot be loaded: ModuleNotFoundError: No module named 'no_such'",
     "dying.py:score": "its process ended with exit status 7 while it was imported",
 }
 ENVIRONMENTS = {

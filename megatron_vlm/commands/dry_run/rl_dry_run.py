@@ -79,8 +79,8 @@ def rl_dry_run(cfg: Config, gpus: int | None = None, memory: str | None = None) 
         count = f"{rl.processes} process{'es' * (rl.processes > 1)}"
         rows["reward"] = f"{rl.reward or rl.environment}, in {count}"
     console.print(aligned_lines(rows), markup=False, soft_wrap=True)
-    if is_called:
-        console.print(reward_table(list(try_reward(cfg, data))))
+    if is_called and (tried := list(try_reward(cfg, data))):
+        console.print(reward_table(tried))
     print_memory(plan, model.target, console)
     notes = ["Answers are counted with rl.max_new_tokens each; what sampling needs comes on top."]
     if teachers.needs_initial_model(cfg):
@@ -111,8 +111,8 @@ def try_reward(cfg: Config, data: DataSet) -> Iterator[TriedAnswer]:
     """Yield the rewards of answers to the first prompts: the right answer of a record, if it has
     one, and an empty answer, which a model may give. An error of the reward is raised."""
     with closing(RewardPool(RewardSettings.from_config(cfg.rl, 1))) as pool:
-        number = 0
-        for handle, _, _ in islice(data.epoch(Position()), _RECORDS):
+        number, records = 0, 0 if cfg.rl.has_harness else _RECORDS
+        for handle, _, _ in islice(data.epoch(Position()), records):
             where, record = data.where(handle), data.raw(handle)
             own = right_answer(record, where, data.readers[handle[0]])
             for answer in [own, ""] if own else [""]:

@@ -182,7 +182,8 @@ def _parse_message(message: Any, keys: Keys) -> ChatMessage:
         )
     weight = fields.take(*_WEIGHTS)
     of_result = fields.take_all("name", "tool_call_id") if role == "tool" else {}
-    if not by_kind["parts"] and not calls and role != "system":
+    is_shown = role == "system" or (role == "assistant" and weight == 0)  # and not learnt
+    if not by_kind["parts"] and not calls and not is_shown:
         keys.check_opened()  # most likely the message is not empty, and an unknown key has it
         raise DataError(
             f"is empty in a message of role {role}",

@@ -88,11 +88,12 @@ class ShownEpisode:
     """An episode: its answers, an observation after each but the last, and its reward."""
 
     answers: tuple[str, ...]
-    heard: tuple[tuple[str, tuple[str, ...]], ...]  # text and pictures after each but the last
+    heard: tuple[tuple[str, tuple[str, ...]], ...]  # text and pictures before each, as far as known
     reward: float
     figures: dict[str, float]
     tokens: int
     cut: bool
+    rows: tuple[int, ...] = ()  # number of the row of each answer
     teacher_kl: float | None = None  # mean over its tokens, if there was a teacher
 
 
@@ -202,6 +203,7 @@ def _episode(line: JsonField) -> ShownEpisode:
         figures={name: float(value.number()) for name, value in figures.items()},
         tokens=line["tokens"].whole(),
         cut=line["cut"].value,
+        rows=tuple(each.whole() for each in line["rows"].items()) if line.get("rows") else (),
         teacher_kl=None if (kl := line.get("teacher_kl")) is None else float(kl.number()),
     )
 
@@ -282,11 +284,16 @@ class _Cards:
 
     def _episode(self, episode: ShownEpisode) -> sections.Labelled:
         parts: list[sections.Section] = []
+        first = len(episode.answers) - len(episode.heard)  # answer that the first of them precedes
+        rows = episode.rows if len({*episode.rows}) > 1 else ()
         for place, answer in enumerate(episode.answers[:_MAX_ANSWERS]):
-            parts.append(said_or_nothing(answer))
-            if place < min(len(episode.heard), _MAX_ANSWERS - 1):
-                text, images = episode.heard[place]
+            before, row = rows[max(0, place - 1) : place], rows[place : place + 1]
+            if row and row != before:
+                parts.append(sections.Note(f"Row {row[0]}", "quiet"))
+            if first <= place < first + len(episode.heard):
+                text, images = episode.heard[place - first]
                 parts += [sections.Said([shorten_text(text)], "quiet"), self.room.pictures(images)]
+            parts.append(said_or_nothing(answer))
         if (more := len(episode.answers) - _MAX_ANSWERS) > 0:
             parts.append(sections.Note(f"[... {more:,} more answers]", "quiet"))
         parts.append(sections.Note(" \u00b7 ".join(_facts(episode)), "quiet"))

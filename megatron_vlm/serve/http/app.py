@@ -108,9 +108,11 @@ def add_chat_routes(app: FastAPI, openai: Sequence[str], anthropic: Sequence[str
 
 def error_at(path: str) -> ErrorBody:
     """Return the form of errors of the API that has this path."""
+    is_agents = path.startswith("/e/")  # the name of its episode follows
+    path = "/" + path.split("/", 3)[-1] if is_agents else path
     if path.startswith(("/v1/messages", "/anthropic/")):
         return anthropic_routes.anthropic_error
-    return error_body if path.startswith(("/v1/", "/oai/")) else tinker_error
+    return error_body if is_agents or path.startswith(("/v1/", "/oai/")) else tinker_error
 
 
 class LoopbackOnly:
@@ -127,8 +129,9 @@ class LoopbackOnly:
         origin = headers.get(b"origin", b"").decode("latin-1")
         foreign = origin != "" and urlsplit(origin).netloc != host
         if foreign or not is_loopback_host(host):
-            text = f"{origin or host}: without keys this server answers on loopback alone; set "
-            body = error_at(scope["path"])(HttpError(403, text + "serve.keys"))
+            text = f"{origin or host}: without keys this server answers on loopback alone"
+            text += "; set serve.keys" * (not scope["path"].startswith("/e/"))
+            body = error_at(scope["path"])(HttpError(403, text))
             await JSONResponse(body, 403)(scope, receive, send)
         else:
             await self._app(scope, receive, send)

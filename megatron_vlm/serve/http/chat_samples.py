@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
@@ -30,6 +30,8 @@ from megatron_vlm.serve.protocol.payloads import RequestError, Samples
 
 MAX_TOKEN_LENGTH = 16  # maximum characters of a token on average; usual text has about 4
 T = TypeVar("T")
+DrawnAnswers: TypeAlias = Sequence[tuple[list[int], Sequence[int]]]  # each after its prompt
+DrawnOf: TypeAlias = Callable[[str], DrawnAnswers]  # those that a key may send back
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class ChatTexts(Protocol):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
+        drawn: DrawnAnswers = (),
     ) -> ChatPrompt: ...
     def encode(self, text: str) -> list[int]: ...
     def text(self, ids: Sequence[int]) -> str: ...
@@ -86,8 +89,9 @@ class ChatPrompts:
     """Maker of prompts. The tokenizer serves one thread at a time, and each key waits for it with
     one request at most, so that none keeps the others waiting."""
 
-    def __init__(self, texts: ChatTexts, longest: int, max_pictures: int) -> None:
+    def __init__(self, texts: ChatTexts, longest: int, max_pictures: int, drawn: DrawnOf) -> None:
         self.texts, self.longest, self._max_pictures = texts, longest, max_pictures
+        self.drawn = drawn
         self._thread = ThreadPoolExecutor(1, "chat")
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by key
 
@@ -109,7 +113,8 @@ class ChatPrompts:
         async with self._turns[key]:
             chat = await asyncio.to_thread(read)
             try:
-                return await self._in_thread(self.texts.prompt, chat, tools, variables)
+                given = chat, tools, variables, self.drawn(key)
+                return await self._in_thread(self.texts.prompt, *given)
             except DataError as error:
                 if error.key != "data.max_tokens":  # set to what the model takes
                     raise
@@ -178,6 +183,9 @@ class ChatSource(Protocol):
     async def drop(self, call: Call) -> None:
         """Drop a request that nobody reads any more, drawn or not."""
 
+    def drawn(self, key: str) -> DrawnAnswers:
+        """Return the answers whose tokens a later prompt has as they were drawn."""
+
     def check_model(self, key: str, model: str) -> None:
         """Raise a 404 if this key has no such model."""
 
@@ -192,7 +200,7 @@ class ChatSamples:
         """`longest`: maximum tokens of a prompt with its answer."""
         self.context, self.texts, self.longest = context, texts, longest
         self.source, self.follow, self.drop = source, source.follow, source.drop
-        self.prompts = ChatPrompts(texts, longest, context.limits.pictures)
+        self.prompts = ChatPrompts(texts, longest, context.limits.pictures, source.drawn)
 
     async def hold(
         self,

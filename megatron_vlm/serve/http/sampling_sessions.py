@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from fastapi import Request
 
+from megatron_vlm.serve.http.chat_samples import DrawnAnswers
 from megatron_vlm.serve.http.context import AppContext, ResultWaiters, own_checkpoint
 from megatron_vlm.serve.http.request_bodies import HttpError
 from megatron_vlm.serve.http.sampling_routes import can_be_sampled, session_of_checkpoint
@@ -120,6 +121,9 @@ class SamplingSessions:
             status = 400 if result.outcome.category == "user" else 500
             raise HttpError(status, result.outcome.text)
         yield read_samples(result.outcome.content)
+
+    def drawn(self, key: str) -> DrawnAnswers:
+        return ()
 
     def check_model(self, key: str, model: str) -> None:
         self._checkpoint(key, model)
