@@ -41,6 +41,7 @@ ENGINES = {
     "trl": "TRL with bitsandbytes",
     "te": "Transformer Engine",
     "fla": "flash-linear-attention",
+    "trackers": "the set of MLflow, Trackio and SwanLab",
 }
 
 
