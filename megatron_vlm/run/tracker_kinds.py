@@ -28,7 +28,7 @@ class TensorBoard:
 
     def log_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
         text = "\n\n---\n\n".join(each.text.replace("\n", "  \n") for each in samples)
-        self.writer.add_text(f"{name}/samples", text, step)
+        self.writer.add_text(f"{name}/answers", text, step)
         pictures = (picture for each in samples for picture in each.pictures())
         for number, picture in enumerate(pictures):
             pixels = np.asarray(picture)
@@ -50,11 +50,11 @@ class WandBLike:
         self.run.log(dict(figures), step=step)
 
     def log_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
-        make = self.module.Image
-        pictures = [make(p, caption=each.text) for each in samples for p in each.pictures()]
-        named = {f"{name}/pictures": pictures} if pictures else {}
-        texts = self.to_table([each.text for each in samples])
-        self.run.log({f"{name}/samples": texts, **named}, step=step)
+        shown = {f"{name}/answers": self.to_table([each.text for each in samples])}
+        pictures = ((picture, each.text) for each in samples for picture in each.pictures())
+        for number, (picture, text) in enumerate(pictures):
+            shown[f"{name}/pictures/{number}"] = self.module.Image(picture, caption=text)
+        self.run.log(shown, step=step)
 
     def finish(self) -> None:
         self.run.finish()
@@ -120,7 +120,7 @@ class MLflow:
 
     def log_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
         texts = {"sample": [each.text for each in samples]}
-        self.client.log_table(self.run_id, texts, f"samples/{name}-{step}.json")
+        self.client.log_table(self.run_id, texts, f"answers/{name}-{step}.json")
         pictures = (picture for each in samples for picture in each.pictures())
         for number, picture in enumerate(pictures):
             self.client.log_image(self.run_id, picture, key=f"{name}/{number}", step=step)

@@ -39,6 +39,7 @@ _COUNTS = dict(prompts=4, asked=4, alike=0.125, answer_tokens=6.5, longest_answe
 _COUNTS |= dict(turns=1.0, sampling_s=0.2, reward=0.75, reward_std=0.25, kl=0.5)
 SAMPLES = RlLine(step=0, **_COUNTS, figures={"exact": 0.25, "reward": 0.125})
 OF_REWARDS = {"exact", "figures/reward"}  # as `reward` is also a field of RlLine
+BLOCK = 2**15  # bytes of W&B's file
 RUN_ID = "0123456789abcdef0123456789abcdef"
 PIXELS = np.full((4, 6, 3), (200, 30, 40), np.uint8)
 TEXT = "Which?\nright answer: red\nanswer: blue"
@@ -211,7 +212,7 @@ def test_tensorboard_has_figures_samples_and_configuration(tmp_path):
     [event] = accumulator.Images("held/pictures/0")
     pixels = np.asarray(PIL.Image.open(io.BytesIO(event.encoded_image_string)))
     assert event.step == 4 and np.array_equal(pixels, PIXELS)
-    text = accumulator.Tensors("held/samples/text_summary")[-1]
+    text = accumulator.Tensors("held/answers/text_summary")[-1]
     assert b"Which?  \nright answer: red" in text.tensor_proto.string_val[0]
     config = accumulator.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     assert f"optim.lr={Config().optim.lr}  ".encode() in config
@@ -246,10 +247,38 @@ def test_wandb_offline_has_everything_and_a_resumed_run_keeps_its_id(tmp_path):
     config = {item.key: item.value_json for item in starts[0].config.update}
     assert json.loads(config["optim.lr"]) == Config().optim.lr
     assert {(start.project, start.display_name) for start in starts} == {("shapes", tmp_path.name)}
-    [picture, _] = [row for row in rows if "held/pictures.filenames" in row]
-    [name] = picture["held/pictures.filenames"]
-    assert np.array_equal(np.asarray(PIL.Image.open(folders[0] / "files" / name)), PIXELS)
-    assert picture["held/pictures.captions"] == [TEXT]
+    [row, _] = [row for row in rows if "held/pictures/0.path" in row]
+    picture = folders[0] / "files" / row["held/pictures/0.path"]
+    assert np.array_equal(np.asarray(PIL.Image.open(picture)), PIXELS)
+    assert (row["held/pictures/0.caption"], row["held/answers.nrows"]) == (TEXT, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.engine("trackers")
+@pytest.mark.parametrize("name", ["mlflow", "trackio", "swanlab"])
+def test_packages_read_back_what_they_have(name, tmp_path):
+    """A run and its resume, one run for the tracker."""
+    python, run = ROOT / ".venv-trackers" / "bin" / "python", tmp_path / "first"
+    run.mkdir()
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    variables = {"SWANLAB_MODE": "offline", "MLFLOW_TRACKING_URI": store}
+    variables["TRACKIO_DIR"] = str(tmp_path / "trackio")
+    write_in_processes(python, name, run, variables)
+    reader = [python, ROOT / "tests" / "support" / "tracker_readers.py", name, run]
+    done = subprocess.run(
+        reader, cwd=run, env=os.environ | variables, check=True, timeout=300, stdout=subprocess.PIPE
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    names = {"mlflow": "first", "trackio": f"first-{RUN_ID[:8]}", "swanlab": RUN_ID}
+    assert found == {
+        "runs": [names[name]],
+        "losses": [[1, 1.5], [2, 0.5], [3, -0.5], [4, -1.5]],
+        "lr": Config().optim.lr,
+        "pixel": [200, 30, 40],
+        "texts": [TEXT],
+        "ended": True,
+    }
+    assert events_in(run) == ["an event", "an event"]
 
 
 def write_in_processes(python, tracker, run, variables):
@@ -268,13 +297,21 @@ def wandb_records(path):
     """Yield what is in a file that `wandb sync` would send: records in LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2
 
-    data, place = path.read_bytes(), 7  # behind the header of the file
-    assert data[:4] == b":W&B" and len(data) < 32 * 1024  # one block
+    data, place, parts = path.read_bytes(), 7, b""  # behind the header of the file
+    assert data[:4] == b":W&B"
     while place + 7 <= len(data):
+        if (left := BLOCK - place % BLOCK) < 7:  # no header fits: the next block begins
+            place += left
+            continue
         size = int.from_bytes(data[place + 4 : place + 6], "little")
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data[place + 7 : place + 7 + size])
+        is_end = data[place + 6] in (1, 4)  # a whole record, or the last part of one
+        parts += data[place + 7 : place + 7 + size]
         place += 7 + size
+        if not is_end:
+            continue
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(parts)
+        parts = b""
         yield record
 
 

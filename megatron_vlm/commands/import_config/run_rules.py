@@ -42,7 +42,7 @@ def translate_folder(t: Translation) -> None:
 
 def _translate_trackers(t: Translation) -> None:
     """Set the trackers, and the first project that one of them is given."""
-    setting, project = t.take("report_to"), t.given("trainer.project_name")
+    setting, project = t.take("report_to"), t.given("trainer.project_name", "project")
     words = [] if setting is None else t.words(setting)
     names = [word.lower().strip("[]'\" ") for word in words]
     names += ["tensorboard", "wandb"] * ("all" in names)
@@ -56,7 +56,9 @@ def _translate_trackers(t: Translation) -> None:
             variables = [each for place in places if (each := t.variable(place)) is not None]
             project = project or next(iter([*given, *variables]), None)
     if found:
-        t.put("log.trackers", tuple(found), *dict.fromkeys(found.values()))
+        origins = [*found.values()]
+        once = [each for place, each in enumerate(origins) if each not in origins[:place]]
+        t.put("log.trackers", tuple(found), *once)
     if project is not None:
         t.copy_setting("log.project", project)
     elif not found.keys().isdisjoint(("wandb", "trackio")):
