@@ -163,23 +163,27 @@ def _multiply_blocks_by_hand() -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
     from vllm.platforms import PlatformEnum
 
-    class ByHand(linear.FP8ScaledMMLinearKernel):
+    class ByHand(linear.Fp8BlockScaledMMLinearKernel):
         is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
         can_implement = classmethod(lambda cls, config: (True, None))
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            scales = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            scales = layer.weight_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
             layer.values = layer.weight.float() * scales.float()
 
         def apply_weights(
-            self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+            self,
+            layer: torch.nn.Module,
+            x: torch.Tensor,
+            bias: torch.Tensor | None = None,
+            **_: Any,
         ) -> torch.Tensor:
             return torch.nn.functional.linear(x, layer.values.to(x.dtype), bias)
 
-        def apply_scaled_mm(self, **_: Any) -> torch.Tensor:
+        def apply_block_scaled_mm(self, *_: Any, **__: Any) -> torch.Tensor:
             raise AssertionError
 
-    linear._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU] = [ByHand]
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [ByHand]
     dtypes = classmethod(lambda cls: [torch.float32, torch.bfloat16])
     compressed_tensors.CompressedTensorsConfig.get_supported_act_dtypes = dtypes
 
