@@ -12,7 +12,7 @@ UV := $(shell command -v uv)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1)/bin/pip install --quiet --no-compile)
 
-.PHONY: setup fla-env verifiers-env openenv-env trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env chat-env tinker wheels gpu gpu-dry demo demo-gemma4 demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-nccl test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
+.PHONY: setup fla-env verifiers-env openenv-env trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env chat-env trackers-env tinker wheels gpu gpu-dry demo demo-gemma4 demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-nccl test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
 
 setup: .venv/ready
 
@@ -296,6 +296,16 @@ CHAT := tests/support/chat_clients
 	$(call install,.venv-chat) --no-deps --requirement $(CHAT)/requirements.txt
 	touch $@
 
+# MLflow, Trackio and SwanLab, for tests/run/test_trackers.py, beside what .venv has.
+trackers-env: .venv-trackers/ready
+
+.venv-trackers/ready: .venv/ready constraints.txt
+	rm -rf .venv-trackers
+	$(PYTHON) -m venv .venv-trackers
+	$(call install,.venv-trackers) huggingface_hub==1.33.0 mlflow==3.17.2 trackio==0.43.0 swanlab==0.10.3
+	echo "$(CURDIR)/.venv/lib/$$(ls .venv/lib)/site-packages" > .venv-trackers/lib/$$(ls .venv/lib)/site-packages/beside.pth
+	touch $@
+
 # The public client and the recipes of its cookbook against our service.
 tinker: setup tinker-env
 	$(BIN)/python -m pytest -m slow tests/serve -k tinker
@@ -341,4 +351,4 @@ lock: .venv-release/ready
 	$(BIN)/python scripts/make_locks.py .venv-release/bin/uv
 
 clean:
-	rm -rf .venv .venv-newest .venv-python313 .venv-torch-* .venv-docs .venv-trl .venv-llamafactory .venv-swift .venv-vllm .venv-tinker .venv-verifiers .venv-openenv .venv-embed .venv-lmms .venv-te .venv-fla .venv-release dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-* dist site .demo .demo-dpo .demo-embed .demo-lora .reinforce .bench .gpu .wheels

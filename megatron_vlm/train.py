@@ -22,8 +22,8 @@ from megatron_vlm.distributed.process import rank_of_process, run_process, world
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.export_folder import check_push
 from megatron_vlm.run import python_api
-from megatron_vlm.run.log import check_sinks
 from megatron_vlm.run.saved_config import check_unnamed, with_model
+from megatron_vlm.run.trackers import check_trackers
 from megatron_vlm.training.lr_schedule import lr_at
 from megatron_vlm.training.preflight import check_run
 
@@ -75,7 +75,7 @@ def compose_config(
     cfg = load_config(args.overrides, file)
     check(cfg)
     check_used(cfg, module.rpartition(".")[2], args.overrides, file)
-    check_sinks(cfg)
+    check_trackers(cfg)
     check_run(cfg)
     saved = check_unnamed(cfg, args.overrides, file)
     if cfg.checkpoint.push is not None and rank_of_process() == 0:

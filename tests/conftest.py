@@ -43,6 +43,7 @@ ENGINES = {
     "fla": "flash-linear-attention",
     "verifiers": "verifiers",
     "openenv": "OpenEnv",
+    "trackers": "the set of MLflow, Trackio and SwanLab",
 }
 
 

@@ -18,7 +18,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.checkpoint_files import weights_digest
 from megatron_vlm.hf.export_folder import check_replaceable
-from megatron_vlm.hf.export_weights import write_folder
+from megatron_vlm.hf.export_weights import ChangeFolder, write_folder
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.weight_map import Entry, exported_names, name_table
@@ -27,19 +27,29 @@ from megatron_vlm.lora.targets import adapted_linears, adapted_weights, adapter_
 
 
 def export_checkpoint(
-    folder_or_run: str, out: str, model_path: str | None = None, kind: Exported | None = None
+    folder_or_run: str,
+    out: str,
+    model_path: str | None = None,
+    kind: Exported | None = None,
+    change: ChangeFolder | None = None,
 ) -> Path:
     """Write `out` from a checkpoint, or from the newest one of a run, and return the checkpoint's
     folder. Everything but the weights comes from the Hugging Face folder that was trained, or from
     `model_path`. `kind` is the form in which adapters are exported; the default is
-    checkpoint.export of the run."""
+    checkpoint.export of the run. `change` changes the folder of the whole model."""
     check_replaceable(Path(out), None)
     with held_checkpoint(Path(folder_or_run)) as folder:
-        _export(folder, out, model_path, kind)
+        _export(folder, out, model_path, kind, change)
     return folder
 
 
-def _export(folder: Path, out: str, model_path: str | None, kind: Exported | None) -> None:
+def _export(
+    folder: Path,
+    out: str,
+    model_path: str | None,
+    kind: Exported | None,
+    change: ChangeFolder | None,
+) -> None:
     manifest = verify(folder)
     cfg = read_saved(folder)
     source = HFCheckpoint.of(cfg, model_path)
@@ -60,7 +70,8 @@ def _export(folder: Path, out: str, model_path: str | None, kind: Exported | Non
                 remedy=f"leave out --as {kind}",
             )
         tensors = _tensors(reader, table, source)
-        write_folder(source, exported_names(table), tensors, out, mark=mark, done=done)
+        names = exported_names(table)
+        write_folder(source, names, tensors, out, mark=mark, done=done, change=change)
         return
     weights = adapted_weights(cfg, source.sizes)
     state = read_state(folder)
@@ -68,7 +79,8 @@ def _export(folder: Path, out: str, model_path: str | None, kind: Exported | Non
     table += adapter_entries(adapted_linears(table, weights), cfg.lora.rank)
     entries = [entry for entry in table if is_kept(cfg, entry)]
     adapter = TrainedAdapter(cfg.lora, weights, source, dict(_tensors(reader, entries, source)))
-    write(adapter, table, out, kind or export_of(cfg), mark, done)
+    kind = kind or ("merged" if change else export_of(cfg))
+    write(adapter, table, out, kind, mark, done, change)
 
 
 def _tensors(

@@ -159,7 +159,7 @@ EXTRAS = {
     "fla": "for faster linear attention of Qwen3.5, on CUDA",
     "ray": "to start training over Ray",
     "video": "for video files",
-    "log": "for log.tensorboard and log.wandb",
+    "log": "for log.trackers=[tensorboard,wandb]",
     "serve": "for megatron-vlm serve",
 }
 # An extra that pip does not install alone.

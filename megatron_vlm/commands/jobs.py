@@ -11,9 +11,9 @@ from megatron_vlm.config.key_docs import listing
 from megatron_vlm.config.unused_keys import check_used
 from megatron_vlm.distributed.process import print_to_user, rank_of_process
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.run.log import check_sinks
 from megatron_vlm.run.run_folder import check_folder
 from megatron_vlm.run.saved_config import check_unnamed, saved_config, with_commit, with_model
+from megatron_vlm.run.trackers import check_trackers
 from megatron_vlm.training.preflight import check_run
 
 
@@ -72,7 +72,7 @@ def _check_start(args: argparse.Namespace, cfg: Config, file: ConfigFile | None)
     check_run(cfg, args.gpus)
     saved = check_unnamed(cfg, args.overrides, file)
     check_folder(cfg)
-    check_sinks(cfg)
+    check_trackers(cfg)
     return saved
 
 

@@ -14,8 +14,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="DIR", help=out)
     moved = "the folder or name on the Hub that was trained, if it has moved since"
     parser.add_argument("--model", metavar="PATH", help=moved)
-    forms = "of a run with adapters: PEFT's files, or the model that they are merged into"
-    parser.add_argument("--as", dest="kind", choices=["adapter", "merged"], help=forms)
+    forms = (
+        "of a run with adapters: PEFT's files, or the model that they are merged into; of any run: "
+        "the model in FP8, for vLLM"
+    )
+    parser.add_argument("--as", dest="kind", choices=["adapter", "merged", "fp8"], help=forms)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -29,8 +32,10 @@ def export(args: argparse.Namespace) -> None:
     Training does this itself at its end, to run=/export.
     """
     from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+    from megatron_vlm.hf.fp8_folder import to_fp8
 
-    folder = export_checkpoint(args.checkpoint, args.out, args.model, args.kind)
+    kind, change = (None, to_fp8) if args.kind == "fp8" else (args.kind, None)
+    folder = export_checkpoint(args.checkpoint, args.out, args.model, kind, change)
     print(escape_controls(f"wrote {args.out} from {folder}"))
 
 

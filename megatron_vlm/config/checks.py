@@ -205,19 +205,8 @@ def _check_sources(data: DataConfig) -> None:
 
 
 def _check_switches(cfg: Config) -> None:
-    """Refuse true and false for text that has a meaning of its own: a project named true, or a
-    folder named true to resume from."""
-    wandb, resume = cfg.log.wandb, cfg.checkpoint.resume
-    if wandb is not None and wandb.lower() in ("true", "false"):
-        is_on = wandb.lower() == "true"
-        raise ConfigError(
-            key="log.wandb",
-            found=wandb.lower(),
-            allowed="the name of a project, such as megatron_vlm, or null",
-            remedy="give the name of a project, such as log.wandb=megatron_vlm"
-            if is_on
-            else "leave it out, or give log.wandb=null",
-        )
+    """Refuse true and false for text that has a meaning of its own: a folder to resume from."""
+    resume = cfg.checkpoint.resume
     if resume.lower() in _NO_FOLDERS and not Path(resume).is_dir():
         raise ConfigError(
             key="checkpoint.resume",

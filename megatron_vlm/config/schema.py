@@ -260,8 +260,9 @@ class LogConfig:
     """Outputs for people. metrics.jsonl is always written."""
 
     every: Natural = 1  # steps between two printed lines
-    tensorboard: bool = False  # write events to RUN/tensorboard
-    wandb: str | None = None  # name of a Weights & Biases project
+    # Also log to these: wandb, tensorboard, trackio, mlflow, swanlab, or what a package registers.
+    trackers: tuple[str, ...] = ()
+    project: str = "megatron_vlm"  # project of the trackers, which is MLflow's experiment
     report: bool = True  # write report.html at the end
     profile_steps: list[Count] | None = None  # [first, last): rank 0 writes a torch.profiler trace
 

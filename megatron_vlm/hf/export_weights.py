@@ -28,6 +28,7 @@ from megatron_vlm.io.atomic import MARK, asides_of, begin, discard, put_in_place
 
 _DTYPE_OF = {str(dtype): dtype for dtype in FLOATS.values()}
 _MAX_SHARD_BYTES = 5 * 10**9
+ChangeFolder = Callable[[HFCheckpoint, Path], None]  # gives a written folder another form
 
 
 def gather_tensors(
@@ -143,11 +144,13 @@ def write_folder(
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     mark: ExportMark | None = None,
     done: TrainingSummary | None = None,
+    change: ChangeFolder | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint folder of the tensors with these names: shards and index,
     unchanged copies of the source's other files (config, tokenizer, image processor, chat
     template), and a model card that describes what was `done`. Tensors keep their dtype, and those
-    that are passed through also their values. See `new_export`."""
+    that are passed through also their values, unless `change` changes the folder. See
+    `new_export`."""
     with new_export(out, mark) as partial:
         writer = _ShardWriter(source, names, partial, max_shard_bytes)
         for name, tensor in named:
@@ -162,6 +165,8 @@ def write_folder(
         if done is not None:
             write_retrieval_files(partial, done.cfg, source.sizes.text.hidden)
         (partial / CARD).write_text(model_card(source, done), encoding="utf-8")
+        if change is not None:
+            change(source, partial)
 
 
 def check_finite(name: str, tensor: Tensor, out: str | Path) -> None:

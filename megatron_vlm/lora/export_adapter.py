@@ -72,8 +72,9 @@ def write(
     kind: Exported,
     mark: ExportMark | None = None,
     done: TrainingSummary | None = None,
+    change: export_weights.ChangeFolder | None = None,
 ) -> None:
-    """Write the folder as an adapter or as a merged model."""
+    """Write the folder as an adapter or as a merged model, which `change` changes then."""
     lora, source = adapter.lora, adapter.source
     if kind == "merged":
         names, head = exported_names(table), source.sizes.head
@@ -81,7 +82,7 @@ def write(
             names, source = [*names, head.name], source.without_tied_head()
         frozen = targets.entries_in_blocks(lora, table, adapter.source)
         named = merged_tensors(adapter, names, {name for entry in frozen for name in entry.names})
-        export_weights.write_folder(source, names, named, out, mark=mark, done=done)
+        export_weights.write_folder(source, names, named, out, mark=mark, done=done, change=change)
         return
     if whole := [part for part in lora.train if part != "merger"]:
         raise CheckpointError(

@@ -248,8 +248,7 @@ def _destinations(cfg: Config) -> str:
         f"checkpoints {_when(cfg.checkpoint.every)} (the newest {cfg.checkpoint.keep_last} stay)",
         f"export of {exported}",
         "report.html" * cfg.log.report,
-        "TensorBoard" * cfg.log.tensorboard,
-        f"W&B project {cfg.log.wandb}" if cfg.log.wandb else "",
+        *cfg.log.trackers,
         f"upload to {cfg.checkpoint.push}" if cfg.checkpoint.push else "",
     ]
     run = Path(cfg.run)

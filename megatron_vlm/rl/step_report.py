@@ -20,6 +20,7 @@ from megatron_vlm.rl.policy_update import LogProbGap
 from megatron_vlm.rl.rollouts import Rollout
 from megatron_vlm.rl.seen import BLIND, SeenScores
 from megatron_vlm.run.log import JsonLines
+from megatron_vlm.run.trackers import Sample
 from megatron_vlm.training.worker import StepMetrics
 
 PATIENCE_STEPS = 3  # steps without a signal in a row
@@ -109,15 +110,17 @@ _MAX_EPISODES = 32  # maximum episodes of a prompt
 
 def write_sample_lines(
     run: Path, step: int, groups: Sequence[Group], episode_runner: EpisodeRunner
-) -> None:
+) -> list[Sample]:
     """Append a line for each of the first prompts of a step: the prompt with its pictures, and its
-    episodes with their rewards."""
+    episodes with their rewards. Return its episodes as samples."""
+    lines = [_line(step, group, episode_runner) for group in groups[: episode_runner.cfg.rl.shown]]
     file = JsonLines(run / SAMPLES)
     try:
-        for group in groups[: episode_runner.cfg.rl.shown]:
-            file.add(json.dumps(_line(step, group, episode_runner), ensure_ascii=False))
+        for line in lines:
+            file.add(json.dumps(line, ensure_ascii=False))
     finally:
         file.close()
+    return [sample for line in lines for sample in Sample.from_line(line)]
 
 
 def _line(step: int, group: Group, episode_runner: EpisodeRunner) -> dict[str, Any]:

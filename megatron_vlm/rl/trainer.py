@@ -214,6 +214,7 @@ class RlTrainer:
             if seen is not None and (hint := self.sight.check(seen)) is not None:
                 self.run.log.event(step + 1, hint)
             if has_usage_line(step + 1, self.run.total_steps):
-                write_sample_lines(
+                samples = write_sample_lines(
                     Path(self.cfg.run), step + 1, self.last.groups, self.episode_runner
                 )
+                self.run.log.show(step + 1, "rl", samples)

@@ -1,16 +1,12 @@
-"""Log of a run. It always has metrics.jsonl, and lines or a progress line on the terminal.
-TensorBoard and W&B are optional. Only rank 0 writes."""
+"""Log of a run. It always has metrics.jsonl, and lines or a progress line on the terminal. Trackers
+are optional. Only rank 0 writes."""
 
 import datetime
-import importlib.util
 import math
-import os
-import socket
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,70 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.process import rank_of_process
 from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report import metrics_lines
-
-
-def check_sinks(cfg: Config) -> None:
-    """Refuse a sink that could not be opened later. A command asks before it starts a job, and rank
-    0 asks again: torchrun runs no command, and Ray may give the rank another login."""
-    for key, setting in (("tensorboard", cfg.log.tensorboard), ("wandb", cfg.log.wandb)):
-        if setting and importlib.util.find_spec(key) is None:
-            raise ConfigError(
-                f"needs the package {key}",
-                key=f"log.{key}",
-                found=setting,
-                remedy="run pip install 'megatron_vlm[log]'",
-            )
-    if cfg.log.wandb is not None and rank_of_process() == 0:
-        wandb_mode(cfg)
-
-
-def wandb_mode(cfg: Config) -> str:
-    """Return how W&B will log: online, offline or disabled. Raise a ConfigError if it would need a
-    login that it does not have. This asks W&B's own functions, and no server."""
-    from pydantic import ValidationError
-    from wandb.errors import AuthenticationError
-    from wandb.sdk import wandb_setup
-
-    try:
-        settings = wandb_setup.singleton().settings
-    except ValidationError as error:  # a WANDB_ variable or its settings file is wrong
-        faults = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise ConfigError(
-            f": wandb cannot read its settings: {'; '.join(faults)}",
-            key="log.wandb",
-            found=cfg.log.wandb,
-            remedy="correct the WANDB_ variables, such as WANDB_MODE, or wandb's settings file",
-        ) from error
-    for name, modes in {"offline": ("offline", "dryrun"), "disabled": ("disabled",)}.items():
-        if settings.mode in modes:
-            return name
-    try:
-        from wandb.sdk.lib.wbauth import authenticate_session
-
-        found = authenticate_session(
-            host=settings.base_url, source="log.wandb", prompt=False, update_session=False
-        )
-    except (ImportError, TypeError):  # The version has no such function: its `init` decides.
-        return "online"
-    except AuthenticationError as error:
-        raise _no_login(cfg, str(error).rstrip(".")) from error
-    if found is None:
-        raise _no_login(cfg, f"there is no login for {settings.base_url}")
-    return "online"
-
-
-def _no_login(cfg: Config, reason: str) -> ConfigError:
-    return ConfigError(
-        f": {reason}",
-        key="log.wandb",
-        found=cfg.log.wandb,
-        remedy="run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to log into RUN "
-        "and send it later with `wandb sync`",
-    )
+from megatron_vlm.run.trackers import PATIENCE_S, Sample, TrackedRun, Tracker, TrackerThread
 
 
 class UnbufferedFile:
@@ -137,63 +73,6 @@ class JsonLines:
         self.file.close()
 
 
-class TensorBoard:
-    """A sink that writes TensorBoard lines at once: errors of its own writer's thread come late and
-    with a traceback, and a killed process does not wait for it."""
-
-    def __init__(self, folder: Path):
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        now, here = int(time.time()), f"{socket.gethostname()}.{os.getpid()}"
-        self.file = UnbufferedFile(folder / f"events.out.tfevents.{now}.{here}")
-        self.records = RecordWriter(self.file)
-        self._add(file_version="brain.Event:2")
-
-    def write(self, line: metrics_lines.Line) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        numbers = [Summary.Value(tag=k, simple_value=v) for k, v in _numbers(line).items()]
-        if numbers:
-            self._add(step=line.step, summary=Summary(value=numbers))
-
-    def close(self) -> None:
-        self.file.close()
-
-    def _add(self, **content: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self.records.write(Event(wall_time=time.time(), **content).SerializeToString())
-
-
-class WandB:
-    """A sink for W&B. A resumed run continues the same W&B run, whose id is in RUN."""
-
-    def __init__(self, cfg: Config):
-        import wandb
-
-        id_path = Path(cfg.run) / "wandb_id"
-        if not id_path.exists():
-            id_path.write_text(uuid.uuid4().hex[:12])
-        try:
-            self.run = wandb.init(
-                project=cfg.log.wandb,
-                dir=cfg.run,
-                name=Path(cfg.run).name,
-                id=id_path.read_text().strip(),
-                resume="allow",
-                config=asdict(cfg),
-            )
-        except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
-            raise _no_login(cfg, " ".join(str(error).rstrip(".").split())) from error
-
-    def write(self, line: metrics_lines.Line) -> None:
-        if numbers := _numbers(line):
-            self.run.log(numbers, step=line.step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
 def _numbers(line: metrics_lines.Line) -> dict[str, float]:
     """Return the scalars of a line, named as the charts are: train/loss, eval/exact_match,
     rl/reward. A figure of a reward is rl/NAME, or rl/figures/NAME if RlLine has a field of that
@@ -229,10 +108,12 @@ class RunLog:
     speaks: bool
     total_steps: int
     first_step: int = 0
+    patience_s: float = PATIENCE_S  # maximum duration of a tracker's call
     console: Console = field(default_factory=lambda: Console(stderr=False, highlight=False))
 
     def __post_init__(self) -> None:
-        self.sinks: list[Any] = []
+        self.lines: JsonLines | None = None
+        self.trackers: list[TrackerThread] = []
         self.live: Live | None = None  # the last line of the terminal, with the newest figures
         self.shown: tuple[int, str, Sequence[str]] = (self.first_step, "-:--:--", ())
         self.window: list[metrics_lines.StepLine] = []
@@ -288,6 +169,11 @@ class RunLog:
         text = "  ".join(f"{key} {value:.4g}" for key, value in scores.items())
         self.say(f"{name} after {step} steps: {text}")
 
+    def show(self, step: int, name: str, samples: Sequence[Sample]) -> None:
+        """Send samples to the trackers only: of the evaluation set of this name, or of rl."""
+        if samples:
+            self._send(step, lambda tracker: tracker.log_samples(step, name, samples))
+
     def event(self, step: int, text: str) -> None:
         """Log an event to the files and the terminal, so that a person can still read it later."""
         self._write(metrics_lines.EventLine(step, text))
@@ -302,8 +188,12 @@ class RunLog:
     def close(self) -> None:
         if self.live is not None:
             self.live.stop()  # it leaves the line as it is
-        for sink in self.sinks:
-            sink.close()
+        self._send(self.first_step, lambda tracker: tracker.finish())
+        for tracker in self.trackers:
+            tracker.wait()
+        self._part_from_lost(self.first_step)
+        if self.lines is not None:
+            self.lines.close()
 
     def _draw_progress(self) -> Table:
         done, left, figures = self.shown
@@ -313,15 +203,46 @@ class RunLog:
         return round(time.monotonic() - self.began, 3)
 
     def _write(self, line: metrics_lines.Line) -> None:
-        if self.speaks and not self.sinks:  # with the first line, since a start may be refused
-            run = Path(self.cfg.run)
-            self.sinks.append(JsonLines(run / "metrics.jsonl"))
-            if self.cfg.log.tensorboard:
-                self.sinks.append(TensorBoard(run / "tensorboard"))
-            if self.cfg.log.wandb is not None:
-                self.sinks.append(WandB(self.cfg))
-        for sink in self.sinks:
-            sink.write(line)
+        if not self.speaks:
+            return
+        if self.lines is None:  # with the first line, since a start may be refused
+            self.lines = JsonLines(Path(self.cfg.run) / "metrics.jsonl")
+            self._start_trackers()
+        self.lines.write(line)
+        if numbers := _numbers(line):
+            self._send(line.step, lambda tracker: tracker.log_figures(line.step, numbers))
+
+    def _start_trackers(self) -> None:
+        run = TrackedRun.from_config(self.cfg, self.first_step)
+        self.trackers = [
+            TrackerThread(name, run, self.patience_s) for name in self.cfg.log.trackers
+        ]
+        for tracker in self.trackers:
+            tracker.wait()
+            if tracker.problem is not None and not self.first_step:  # nothing is lost yet
+                raise ConfigError(
+                    f"cannot be started: {tracker.problem}",
+                    key="log.trackers",
+                    found=tracker.name,
+                    remedy=f"correct that, or leave {tracker.name} out",
+                )
+        self._part_from_lost(self.first_step)
+
+    def _send(self, step: int, call: Callable[[Tracker], None]) -> None:
+        for tracker in self.trackers:
+            tracker.send(call)
+        self._part_from_lost(step)
+
+    def _part_from_lost(self, step: int) -> None:
+        """Warn once of each tracker that has failed, and go on without it."""
+        lost = [tracker for tracker in self.trackers if tracker.problem is not None]
+        self.trackers = [tracker for tracker in self.trackers if tracker.problem is None]
+        for tracker in lost:
+            self.event(
+                step,
+                f"log.trackers={tracker.name} gets nothing more until the run is started again, "
+                f"and metrics.jsonl has all figures: {tracker.problem}",
+            )
 
 
 def step_figures(window: list[metrics_lines.StepLine]) -> list[str]:

@@ -40,7 +40,7 @@ def run_on_disk(folder: Path, model: str, room: str) -> tuple[int, str]:
         folder,
         model,
         "disk/run",
-        *("parallel.pp=1", "train.steps=4", "checkpoint.every=2", "log.tensorboard=true"),
+        *("parallel.pp=1", "train.steps=4", "checkpoint.every=2", "log.trackers=[tensorboard]"),
         *(f"data.eval={folder}/train.jsonl", "eval.samples=3", "eval.generate=true"),
     )
     shell = [*NAMESPACE, "sh", "-c", RUN, "sh", room]

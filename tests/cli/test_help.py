@@ -142,7 +142,7 @@ LINES = {
     "megatron-vlm train mode": ["model=", "model."],
     "megatron-vlm train model=tiny_cpu optim.wa": ["optim.warmup_steps=", "optim.warmup_ratio="],
     "megatron-vlm rl rl.loss=c": ["rl.loss=cispo"],
-    "megatron-vlm eval runs/x log.tensorboard=": ["log.tensorboard=true", "log.tensorboard=false"],
+    "megatron-vlm eval runs/x log.report=": ["log.report=true", "log.report=false"],
     "megatron-vlm eval ru": [],
     "megatron-vlm train ru": ["run="],
     "megatron-vlm plan model.path=": [],

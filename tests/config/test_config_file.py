@@ -100,7 +100,7 @@ def test_a_folder_is_evaluated_with_the_keys_of_a_file(tmp_path):
         ("run: 2024-01-01", "run", "2024-01-01"),
         ("data: {cache_dir: ~}", "data.cache_dir", None),
         ("eval: {candidates: [yes, no, 010, 1e3]}", "eval.candidates", ("yes", "no", "010", "1e3")),
-        ("log: {tensorboard: yes}", "log.tensorboard", True),
+        ("log: {report: no}", "log.report", False),
         ("train: {steps: 0x10}", "train.steps", ConfigError),
         ("eval: {prefill: 'The answer is: '}", "eval.prefill", "The answer is: "),
         ("data: {eval: &a {x: y.jsonl}, train: *a}", "data.train", ConfigError),
@@ -211,7 +211,7 @@ def test_all_unknown_keys_of_a_file_are_answered_at_once(tmp_path, capfd):
         4: "optim=adamw_torch is a group of keys; AdamW is what runs",
         6: "peft_config is not a configuration key; lora=default trains adapters",
         8: "trainer.total_epochs is not a configuration key; did you mean 'train.epochs'?",
-        9: "trainer.logger is not a configuration key; log.tensorboard=true",
+        9: "trainer.logger is not a configuration key; log.trackers=[wandb,tensorboard]",
         10: "trainer.nothing_known is not a configuration key; the groups of keys are",
         12: "data.max_prompt_length is not a configuration key; data.max_tokens counts images",
     }

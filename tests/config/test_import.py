@@ -297,6 +297,18 @@ VALUES = {
         ),
         {"data.train": [("a.jsonl", None)]},
     ),
+    "trackers of LLaMA-Factory": (
+        LF | {"report_to": "tensorboard", "use_swanlab": "true", "swanlab_project": "shapes"},
+        {"log.trackers": ("tensorboard", "swanlab"), "log.project": "shapes"},
+    ),
+    "trackers of axolotl": (
+        AXOLOTL | {"mlflow_experiment_name": "shapes", "mlflow_tracking_uri": "http://localhost"},
+        {"log.trackers": ("mlflow",), "log.project": "shapes"},
+    ),
+    "trackers of TRL": (
+        TRL | {"report_to": ["trackio", "comet_ml"]},
+        {"log.trackers": ("trackio",), "log.project": "huggingface"},
+    ),
     "references of OmegaConf": (
         "actor_rollout_ref:\n"
         "  model: {path: Qwen/Qwen3-VL-2B-Instruct, enable_gradient_checkpointing: false}\n"
@@ -320,6 +332,7 @@ QUICK_VALUES = {
     "columns of axolotl",
     "prompts of TRL's answers",
     "references of OmegaConf",
+    "trackers of LLaMA-Factory",
 }
 
 

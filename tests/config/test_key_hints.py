@@ -107,7 +107,7 @@ TYPICAL: dict[str, tuple[str, ...]] = {
     "lora.dropout": ("0.05",),
     "lora.rslora": _SWITCH,
     "lora.path": ("out/adapter",),
-    "log.wandb": ("project",),
+    "log.project": ("project",),
     "run": ("out/first",),
 }
 # Values that sentences list in words. Other sentences give whole settings: model.backend=te.
@@ -381,8 +381,6 @@ def test_the_answers_to_values_name_keys_and_recipes_that_exist():
     [
         ("checkpoint.resume=true", "auto (the newest checkpoint of run"),
         ("checkpoint.resume=latest", "auto (the newest checkpoint of run"),
-        ("log.wandb=true", "give the name of a project"),
-        ("log.wandb=False", "log.wandb=null"),
         ("model.path=base,", "remove the comma at its end: model.path=base"),
         ("model.path=a,b", "'model.path=[a,b]'"),
         ("model.path=<a>", "signs such as < or &"),

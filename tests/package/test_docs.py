@@ -350,7 +350,7 @@ def test_recipes_of_the_docs_compose(tmp_path, monkeypatch):
 def test_the_file_of_the_docs_is_read():
     (block,) = (block for block in blocks("yaml") if block.text.startswith("# my.yaml"))
     cfg = load_config(["optim.lr=1e-5"], ConfigFile.parse(block.text, "my.yaml"))
-    assert (cfg.optim.lr, cfg.train.epochs, cfg.log.tensorboard) == (1e-5, 2, True)
+    assert (cfg.optim.lr, cfg.train.epochs, cfg.log.trackers) == (1e-5, 2, ("tensorboard",))
     assert (cfg.data.max_tokens, len(cfg.data.train), cfg.run) == (8192, 2, "runs/receipts")
 
 

@@ -265,7 +265,12 @@ def test_a_refused_start_changes_nothing(cases, folder, capfd):
 
 @pytest.fixture(scope="module")
 def writing_all() -> Config:
-    words = ["model=tiny_cpu", "lora=default", "checkpoint.export=both", "log.tensorboard=true"]
+    words = [
+        "model=tiny_cpu",
+        "lora=default",
+        "checkpoint.export=both",
+        "log.trackers=[tensorboard]",
+    ]
     return load_config([*words, "data.eval={held: x.jsonl}", "model.path=base"])
 
 

@@ -293,17 +293,6 @@ def test_figures_of_a_batch():
     assert batch == BatchFigures(samples=3, tokens=20, padded=24, images=3, work=6.0)
 
 
-def test_tensorboards_file_that_cannot_be_written_is_a_sentence(tmp_path):
-    """At once, in the step that could not be written."""
-    log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10, tensorboard=True)), True, 20)
-    log.event(0, "begun")
-    _, tensorboard = log.sinks
-    with files_of_at_most(100), raises(TrainError, problem_has="File too large") as caught:
-        tensorboard.write(figures(0))
-    assert "events.out.tfevents" in caught.value.place
-    log.close()
-
-
 def test_metrics_that_cannot_be_written_are_a_sentence(tmp_path):
     """A folder in their place, and a disk that is full after 400 bytes."""
     (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)

@@ -246,7 +246,13 @@ megatron-vlm import {_VERL} \\
   trainer.project_name=$PROJECT +actor_rollout_ref.actor.policy_loss.loss_mode=gspo \\
   actor_rollout_ref.rollout.n=5 trainer.n_gpus_per_node=8 ~trainer.val_before_train $@
 """,
-        {"train.global_batch_size": 128, "rl.samples": 5, "rl.loss": "gspo", "log.wandb": "vlm"},
+        {
+            "train.global_batch_size": 128,
+            "rl.samples": 5,
+            "rl.loss": "gspo",
+            "log.project": "vlm",
+            "log.trackers": ("wandb",),
+        },
         "",
     ),
     "verl: another file of defaults, in ray": (
@@ -262,7 +268,7 @@ megatron-vlm import {_VERL} \\
         | {"optim.lr": 1e-5, "optim.warmup_ratio": 0.03, "train.epochs": 0.5, "lora.rank": 0}
         | {"model.freeze_vision": True, "model.freeze_merger": False, "checkpoint.every": 1000}
         | {"model.freeze_language": False, "data.max_tokens": 8192, "data.max_pixels": 50176}
-        | {"data.min_pixels": 784, "log.wandb": "huggingface", "run": "./output"}
+        | {"data.min_pixels": 784, "log.project": "huggingface", "run": "./output"}
         | {"data.video": VideoLimits(2.0, 4, 8, 200704, 802816)},
         "data_dict in qwenvl/data/__init__.py; DeepStack's mergers learn with the merger here; "
         "give data.train=[{; data_flatten=True: records over data.max_tokens are left as they are",

@@ -5,12 +5,10 @@ installed package would."""
 
 import asyncio
 import math
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.engine_kinds import GROUP, EngineKind, EngineSettings
 from megatron_vlm.engines.sampler import Adapter, Capacity, Hear, ProcessedPrompt, Weights
+from tests.support import entry_point
 
 IDS = range(20, 60)
 
@@ -68,15 +67,6 @@ async def _start(settings: EngineSettings) -> UniformEngine:
 UNIFORM = EngineKind(_start, lambda python, key: "uniform 1.0")
 
 
-@contextmanager
-def registered(folder: Path) -> Iterator[None]:
-    """Put a package's metadata, which registers the engine as `uniform`, where Python finds it."""
-    metadata = folder / "uniform_engine-1.0.dist-info"
-    metadata.mkdir(exist_ok=True)
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: uniform-engine\nVersion: 1.0\n"
-    )
-    entry = f"[{GROUP}]\nuniform = {__name__}:UNIFORM\n"
-    (metadata / "entry_points.txt").write_text(entry)
-    with patch.object(sys, "path", [str(folder), *sys.path]):
-        yield
+def registered(folder: Path) -> AbstractContextManager[None]:
+    """Register the engine as `uniform`, by a package in this folder."""
+    return entry_point.registered(folder, GROUP, "uniform", f"{__name__}:UNIFORM")

@@ -56,10 +56,10 @@ from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.run.checkpointing import changed_rows, check_unused
 from megatron_vlm.run.evaluation.evaluate import read_candidates
 from megatron_vlm.run.evaluation.held_out_sets import describe_split, first_samples
-from megatron_vlm.run.log import wandb_mode
 from megatron_vlm.run.progress import Progress
 from megatron_vlm.run.saved_config import with_model
 from megatron_vlm.run.start import length_of
+from megatron_vlm.run.wandb_login import wandb_mode
 from megatron_vlm.training.data_fingerprint import fingerprint
 from megatron_vlm.training.lr_schedule import total_steps
 
@@ -225,8 +225,8 @@ def print_run(
     console.print(layout_table(cfg, target.words(cfg), stages))
     text = run_overview(facts)
     rows = {"run": f"continues from step {done:,}" if done else "begins anew"}
-    if cfg.log.wandb is not None:
-        rows["W&B"] = wandb_mode(cfg)
+    if "wandb" in cfg.log.trackers:
+        rows["W&B"] = wandb_mode()
     lines = [text, aligned_lines(rows), *remarks.lines]
     for line in [*lines, *(line for *_, notes in sets for line in notes.lines)]:
         console.print(escape_controls(line), markup=False, soft_wrap=True)

@@ -16,7 +16,15 @@ _MODEL_PARALLEL = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
 )
 _WAYS_TO_RECOMPUTE = ("unsloth", "offload", "offload_disk")  # as axolotl has them
-_HF_PROJECT = "huggingface"  # project of transformers where WANDB_PROJECT is not set
+_HF_PROJECT = "huggingface"  # transformers' project for W&B and Trackio
+# Trackers of both, and the settings and variables that name a project in them.
+_PROJECTS = {
+    "tensorboard": (),
+    "wandb": ("wandb_project", "WANDB_PROJECT"),
+    "trackio": ("trackio_project_name", "TRACKIO_PROJECT"),
+    "mlflow": ("mlflow_experiment_name", "MLFLOW_EXPERIMENT_NAME"),
+    "swanlab": ("swanlab_project", "SWANLAB_PROJECT"),
+}
 
 
 def translate_folder(t: Translation) -> None:
@@ -33,23 +41,32 @@ def translate_folder(t: Translation) -> None:
 
 
 def _translate_trackers(t: Translation) -> None:
-    setting, project = t.take("report_to"), t.given("trainer.project_name")
-    given = t.given("wandb_project")
+    """Set the trackers, and the first project that one of them is given."""
+    setting, project = t.take("report_to"), t.given("trainer.project_name", "project")
     words = [] if setting is None else t.words(setting)
     names = [word.lower().strip("[]'\" ") for word in words]
-    if "tensorboard" in names or "all" in names:
-        t.put("log.tensorboard", True, setting)
-    if given is not None:
-        t.copy_setting("log.wandb", given)
-    elif "wandb" in names or "all" in names:
-        which = project or t.variable("WANDB_PROJECT")
-        t.put("log.wandb", _HF_PROJECT if which is None else str(which.value), setting, which)
-    known = ("tensorboard", "wandb", "all", "console")
+    names += ["tensorboard", "wandb"] * ("all" in names)
+    found: dict[str, Setting | None] = {}
+    for name, places in _PROJECTS.items():
+        given = [each for place in places if (each := t.given(place)) is not None]
+        switch = t.switched_on(f"use_{name}")
+        # swanlab_project may be set where SwanLab is not used.
+        if name in names or switch is not None or (given and name != "swanlab"):
+            found[name] = setting if name in names else switch or given[0]
+            variables = [each for place in places if (each := t.variable(place)) is not None]
+            project = project or next(iter([*given, *variables]), None)
+    if found:
+        origins = [*found.values()]
+        once = [each for place, each in enumerate(origins) if each not in origins[:place]]
+        t.put("log.trackers", tuple(found), *once)
+    if project is not None:
+        t.copy_setting("log.project", project)
+    elif not found.keys().isdisjoint(("wandb", "trackio")):
+        t.put("log.project", _HF_PROJECT, setting)
+    known = (*_PROJECTS, "all", "console")
     if others := [name for name in names if name not in known and not is_off(name)]:
         t.differ(
-            f"{', '.join(others)}: figures go to metrics.jsonl, the report, log.tensorboard=true "
-            "and log.wandb=PROJECT",
-            setting,
+            f"{', '.join(others)}: not a tracker of log.trackers, which a package may add", setting
         )
 
 

@@ -65,7 +65,8 @@ SAME_KEYS = {
     "checkpoint.keep_last": "save_total_limit max_actor_ckpt_to_keep",
     "checkpoint.push": "hub_model_id",
     "log.every": "logging_steps log_interval",
-    "log.wandb": "wandb_project project_name project",
+    "log.project": "wandb_project project_name project swanlab_project mlflow_experiment_name "
+    "trackio_project_name",
     "rl.samples": "num_generations rollout.n num_return_sequences",
     "rl.max_new_tokens": "max_completion_length response_length max_response_length",
     "rl.temperature": "rollout.temperature",

@@ -89,7 +89,7 @@ TRAINING_NAMES = {
     ),
     "eval.generate=true asks for a greedy answer to each record, of at most eval.max_new_tokens "
     "tokens; loss and token accuracy are always measured": "val_kwargs",
-    "log.tensorboard=true and log.wandb=PROJECT write elsewhere what metrics.jsonl has": (
+    "log.trackers=[wandb,tensorboard] log the figures elsewhere, too": (
         "report_to tensorboard_dir logger"
     ),
     "metrics.jsonl and the report always have loss, rate, gradient norm, tokens per second and "
@@ -97,8 +97,11 @@ TRAINING_NAMES = {
         "log_throughput log_params_norm"
     ),
     "the report of a run has its curves: log.report=true, or megatron-vlm report RUN": "plot_loss",
-    "log.wandb=PROJECT is the only setting of W&B here; its own variables, such as WANDB_ENTITY "
-    "and WANDB_MODE, are read by wandb": "wandb_entity wandb_watch wandb_log_model wandb_*",
+    "log.trackers and log.project are the only settings of trackers here; they read their own "
+    "variables, such as WANDB_ENTITY, MLFLOW_TRACKING_URI and SWANLAB_MODE": (
+        "wandb_entity wandb_watch wandb_log_model wandb_* use_swanlab swanlab_* mlflow_* trackio_* "
+        "hf_mlflow_*"
+    ),
     "a run is named by its folder: run=runs/NAME": (
         "run_name wandb_name experiment_name wandb_exp_name"
     ),
@@ -119,8 +122,8 @@ TRAINING_NAMES = {
     "log.profile_steps=[10,12] writes a trace of torch's profiler, on rank 0": "profiler",
     "vLLM serves what megatron-vlm export writes (docs/deploy.md); megatron-vlm serve is a "
     "service for the Tinker client": "infer_backend",
-    "figures go to metrics.jsonl, the report, log.tensorboard=true and log.wandb=PROJECT, and to "
-    "no other service": "swanlab_* comet_* mlflow_* trackio_* hf_mlflow_*",
+    "figures go to metrics.jsonl, the report and the trackers of log.trackers; a package may add "
+    "one": "comet_*",
     # Reinforcement learning.
     "rl.reward=FILE.py:NAME is one function of a record and an answer: it returns a number, or a "
     "mapping with `reward` and further figures, and adds up several parts itself": (

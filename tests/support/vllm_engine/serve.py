@@ -49,9 +49,13 @@ class Engine:
         pictures: int = 3,
         lora_rank: int = 0,
         lora_vision: bool = False,
+        blocks_by_hand: bool = False,
     ) -> None:
         """Serve the checkpoint in a folder; with a rank also adapters, with `lora_vision` their
-        parts in the vision tower and its mergers."""
+        parts in the vision tower and its mergers; with `blocks_by_hand` one in FP8, for which vLLM
+        has no product on this CPU."""
+        if blocks_by_hand:
+            _multiply_blocks_by_hand()
         lora = dict(
             enable_lora=True, max_lora_rank=lora_rank, enable_tower_connector_lora=lora_vision
         )
@@ -151,6 +155,37 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
         return {"prompt_token_ids": prompt["ids"]}
     opened = [PIL.Image.open(path).convert("RGB") for path in prompt["pictures"]]
     return {"prompt_token_ids": prompt["ids"], "multi_modal_data": {"image": opened}}
+
+
+def _multiply_blocks_by_hand() -> None:
+    """Give vLLM a product of compressed-tensors' blocks in FP8 on a CPU, in fp32."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+    from vllm.platforms import PlatformEnum
+
+    class ByHand(linear.Fp8BlockScaledMMLinearKernel):
+        is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
+        can_implement = classmethod(lambda cls, config: (True, None))
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            scales = layer.weight_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            layer.values = layer.weight.float() * scales.float()
+
+        def apply_weights(
+            self,
+            layer: torch.nn.Module,
+            x: torch.Tensor,
+            bias: torch.Tensor | None = None,
+            **_: Any,
+        ) -> torch.Tensor:
+            return torch.nn.functional.linear(x, layer.values.to(x.dtype), bias)
+
+        def apply_block_scaled_mm(self, *_: Any, **__: Any) -> torch.Tensor:
+            raise AssertionError
+
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [ByHand]
+    dtypes = classmethod(lambda cls: [torch.float32, torch.bfloat16])
+    compressed_tensors.CompressedTensorsConfig.get_supported_act_dtypes = dtypes
 
 
 def _answer(output: RequestOutput) -> dict[str, Any]:
