@@ -25,7 +25,7 @@ from megatron_vlm.hf.expert_layouts import OF_EXPERTS, ExpertStorage
 from megatron_vlm.hf.export_weights import write_tensors
 from megatron_vlm.hf.hf_checkpoint import INDEX, HFCheckpoint, weight_files
 
-BLOCK = 128
+FP8_BLOCK = 128
 _LARGEST = 448.0  # float8_e4m3 ends here
 _GROUPS = ("attention", "mlp")
 _SMALL = (".in_proj_a.weight", ".in_proj_b.weight")
@@ -35,7 +35,7 @@ _WEIGHT = ".weight"
 def quantize(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
     """Return the codes [R, C] and the scales [r, c], a weight being the product of both."""
     rows, columns = weight_RC.shape
-    blocks = weight_RC.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    blocks = weight_RC.float().view(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
     largest_rc = blocks.abs().amax(dim=(1, 3))
     scales_rc = torch.where(largest_rc > 0, largest_rc / _LARGEST, 1.0).to(weight_RC.dtype)
     shares = blocks / scales_rc.float()[:, None, :, None]  # by the scale that is stored
@@ -48,7 +48,7 @@ def to_fp8(source: HFCheckpoint, folder: Path) -> None:
     chosen = _quantized(source)
     if not chosen:
         raise CheckpointError(
-            f"has no layer whose sides are multiples of {BLOCK}",
+            f"has no layer whose sides are multiples of {FP8_BLOCK}",
             place=str(source.path),
             key="--as",
             found="fp8",
@@ -97,7 +97,7 @@ def _quantized(source: HFCheckpoint) -> dict[str, TensorSpec]:
 
 def _fits(tensor: TensorSpec) -> bool:
     shapes = ExpertStorage.single.stored(tensor.name, tensor.shape).values()
-    return not any(side % BLOCK for shape in shapes for side in shape)
+    return not any(side % FP8_BLOCK for shape in shapes for side in shape)
 
 
 def _matrices(
@@ -126,8 +126,13 @@ def _layers_in(name: str, shape: torch.Size) -> Iterator[str]:
 def _description(ignored: list[str]) -> Mapping[str, Any]:
     """Return quantization_config: weights by blocks, and inputs as they come, by groups."""
     numbers = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights = {**numbers, "strategy": "block", "block_structure": [BLOCK, BLOCK], "dynamic": False}
-    inputs = {**numbers, "strategy": "group", "group_size": BLOCK, "dynamic": True}
+    weights = {
+        **numbers,
+        "strategy": "block",
+        "block_structure": [FP8_BLOCK, FP8_BLOCK],
+        "dynamic": False,
+    }
+    inputs = {**numbers, "strategy": "group", "group_size": FP8_BLOCK, "dynamic": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",

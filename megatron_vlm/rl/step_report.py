@@ -20,7 +20,7 @@ from megatron_vlm.rl.policy_update import LogProbGap
 from megatron_vlm.rl.rollouts import Rollout
 from megatron_vlm.rl.seen import BLIND, SeenScores
 from megatron_vlm.run.log import JsonLines
-from megatron_vlm.run.trackers import Sample
+from megatron_vlm.run.trackers import TrackedSample
 from megatron_vlm.training.worker import StepMetrics
 
 PATIENCE_STEPS = 3  # steps without a signal in a row
@@ -110,7 +110,7 @@ _MAX_EPISODES = 32  # maximum episodes of a prompt
 
 def write_sample_lines(
     run: Path, step: int, groups: Sequence[Group], episode_runner: EpisodeRunner
-) -> list[Sample]:
+) -> list[TrackedSample]:
     """Append a line for each of the first prompts of a step: the prompt with its pictures, and its
     episodes with their rewards. Return its episodes as samples."""
     lines = [_line(step, group, episode_runner) for group in groups[: episode_runner.cfg.rl.shown]]
@@ -120,7 +120,7 @@ def write_sample_lines(
             file.add(json.dumps(line, ensure_ascii=False))
     finally:
         file.close()
-    return [sample for line in lines for sample in Sample.from_line(line)]
+    return [sample for line in lines for sample in TrackedSample.from_line(line)]
 
 
 def _line(step: int, group: Group, episode_runner: EpisodeRunner) -> dict[str, Any]:

@@ -20,7 +20,13 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.io.printable import escape_controls
 from megatron_vlm.report import metrics_lines
-from megatron_vlm.run.trackers import PATIENCE_S, Sample, TrackedRun, Tracker, TrackerThread
+from megatron_vlm.run.trackers import (
+    TRACKER_PATIENCE_S,
+    TrackedRun,
+    TrackedSample,
+    Tracker,
+    TrackerThread,
+)
 
 
 class UnbufferedFile:
@@ -108,7 +114,7 @@ class RunLog:
     speaks: bool
     total_steps: int
     first_step: int = 0
-    patience_s: float = PATIENCE_S  # maximum duration of a tracker's call
+    patience_s: float = TRACKER_PATIENCE_S  # maximum duration of a tracker's call
     console: Console = field(default_factory=lambda: Console(stderr=False, highlight=False))
 
     def __post_init__(self) -> None:
@@ -169,7 +175,7 @@ class RunLog:
         text = "  ".join(f"{key} {value:.4g}" for key, value in scores.items())
         self.say(f"{name} after {step} steps: {text}")
 
-    def show(self, step: int, name: str, samples: Sequence[Sample]) -> None:
+    def show(self, step: int, name: str, samples: Sequence[TrackedSample]) -> None:
         """Send samples to the trackers only: of the evaluation set of this name, or of rl."""
         if samples:
             self._send(step, lambda tracker: tracker.log_samples(step, name, samples))

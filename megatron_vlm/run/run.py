@@ -32,7 +32,7 @@ from megatron_vlm.run.progress import DefaultInterval, is_due
 from megatron_vlm.run.run_folder import HELD_OUT_LIST, held_folder
 from megatron_vlm.run.start import describe_start, length_of, resolve_layout
 from megatron_vlm.run.throughput import Meter, NonFiniteGuard, PhaseTimes, Profiler
-from megatron_vlm.run.trackers import Sample
+from megatron_vlm.run.trackers import TrackedSample
 from megatron_vlm.training.data_feed import Feeder
 from megatron_vlm.training.frozen_inputs import frozen_inputs
 from megatron_vlm.training.lr_schedule import total_steps
@@ -233,7 +233,7 @@ class Run:
             self._record_scores(done.name, done.scores)
             for remark in done.remarks:
                 self.log.event(step, remark)
-            self.log.show(step, done.name, list(map(Sample.from_example, done.examples)))
+            self.log.show(step, done.name, list(map(TrackedSample.from_example, done.examples)))
             if done.predictions:
                 write_predictions(Path(self.cfg.run) / "predictions", done, step=step)
                 if place == 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.run.trackers import Sample, TrackedRun
+from megatron_vlm.run.trackers import TrackedRun, TrackedSample
 
 
 class TensorBoard:
@@ -26,7 +26,7 @@ class TensorBoard:
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-    def log_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, name: str, samples: Sequence[TrackedSample]) -> None:
         text = "\n\n---\n\n".join(each.text.replace("\n", "  \n") for each in samples)
         self.writer.add_text(f"{name}/answers", text, step)
         pictures = (picture for each in samples for picture in each.pictures())
@@ -49,7 +49,7 @@ class WandBLike:
     def log_figures(self, step: int, figures: Mapping[str, float]) -> None:
         self.run.log(dict(figures), step=step)
 
-    def log_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, name: str, samples: Sequence[TrackedSample]) -> None:
         shown = {f"{name}/answers": self.to_table([each.text for each in samples])}
         pictures = ((picture, each.text) for each in samples for picture in each.pictures())
         for number, (picture, text) in enumerate(pictures):
@@ -118,7 +118,7 @@ class MLflow:
         named = {re.sub(r"[^\w\-./ ]", "_", name): value for name, value in figures.items()}
         self.client.log_batch(self.run_id, [self.metric(k, v, now, step) for k, v in named.items()])
 
-    def log_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, name: str, samples: Sequence[TrackedSample]) -> None:
         texts = {"sample": [each.text for each in samples]}
         self.client.log_table(self.run_id, texts, f"answers/{name}-{step}.json")
         pictures = (picture for each in samples for picture in each.pictures())

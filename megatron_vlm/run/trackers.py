@@ -30,11 +30,11 @@ from megatron_vlm.io.atomic import read_mark
 from megatron_vlm.report.metrics_lines import Example
 from megatron_vlm.secret_text import hide_secrets
 
-GROUP = "megatron_vlm.trackers"
+TRACKER_GROUP = "megatron_vlm.trackers"
 _KINDS = "megatron_vlm.run.tracker_kinds"
 _NAMES = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")  # also of their packages
-_BUILT_IN = {name: EntryPoint(name, f"{_KINDS}:start_{name}", GROUP) for name in _NAMES}
-PATIENCE_S = 300.0  # maximum duration of a call
+_BUILT_IN = {name: EntryPoint(name, f"{_KINDS}:start_{name}", TRACKER_GROUP) for name in _NAMES}
+TRACKER_PATIENCE_S = 300.0  # maximum duration of a call
 _MAX_WAITING = 1000  # calls that a tracker may be behind
 _LONGEST = 300  # characters of an error
 
@@ -60,7 +60,7 @@ class TrackedRun:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TrackedSample:
     """A question with its pictures, and what the model answered."""
 
     text: str
@@ -72,20 +72,20 @@ class Sample:
         return [PIL.Image.open(io.BytesIO(file)).convert("RGB") for file in files]
 
     @staticmethod
-    def from_example(example: Example) -> "Sample":
+    def from_example(example: Example) -> "TrackedSample":
         """Return the sample of a question of an evaluation set."""
         parts = [part for turn in example.turns for part in turn.parts]
         asked = "\n".join("".join(part.text for part in turn.parts) for turn in example.turns)
         text = f"{asked}\nright answer: {example.answer}\nanswer: {example.prediction}"
-        return Sample(text, [part.image for part in parts if part.image])
+        return TrackedSample(text, [part.image for part in parts if part.image])
 
     @staticmethod
-    def from_line(line: Mapping[str, Any]) -> "list[Sample]":
+    def from_line(line: Mapping[str, Any]) -> "list[TrackedSample]":
         """Return the samples of a line of samples.jsonl: one for each episode of a prompt."""
         right = "" if line["right"] is None else f"\nright answer: {line['right']}"
         asked = f"{line['question']}{right}\nanswer: "
         return [
-            Sample(
+            TrackedSample(
                 "\n".join([asked + " / ".join(each["answers"]), f"reward: {each['reward']}"]),
                 [*line["images"], *(uri for heard in each["heard"] for uri in heard["images"])],
             )
@@ -99,7 +99,7 @@ class Tracker(Protocol):
     def log_figures(self, step: int, figures: Mapping[str, float]) -> None:
         """Add the figures of a step by the names of their charts, such as train/loss."""
 
-    def log_samples(self, step: int, name: str, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, name: str, samples: Sequence[TrackedSample]) -> None:
         """Add samples of a step: of the evaluation set of this name, or of rl."""
 
     def finish(self) -> None:
@@ -107,7 +107,7 @@ class Tracker(Protocol):
 
 
 def _start_of(name: str) -> Callable[[TrackedRun], Tracker]:
-    known = _BUILT_IN | {each.name: each for each in entry_points(group=GROUP)}
+    known = _BUILT_IN | {each.name: each for each in entry_points(group=TRACKER_GROUP)}
     if name not in known:
         raise ConfigError(key="log.trackers", found=name, allowed=tuple(known))
     try:
@@ -134,7 +134,7 @@ def check_trackers(cfg: Config) -> None:
 class TrackerThread:
     """The calls of a tracker, in order and in a thread of their own."""
 
-    def __init__(self, name: str, run: TrackedRun, patience_s: float = PATIENCE_S):
+    def __init__(self, name: str, run: TrackedRun, patience_s: float = TRACKER_PATIENCE_S):
         self.name, self.patience_s = name, patience_s
         self.problem: str | None = None  # why the tracker is lost
         self.calls: queue.Queue[Callable[[Tracker], object]] = queue.Queue(_MAX_WAITING)

@@ -27,7 +27,12 @@ from megatron_vlm.report.picture_uri import data_uri
 from megatron_vlm.report.run_overview import StageReport, layout_table
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.throughput import Profiler
-from megatron_vlm.run.trackers import GROUP, PATIENCE_S, Sample, check_trackers
+from megatron_vlm.run.trackers import (
+    TRACKER_GROUP,
+    TRACKER_PATIENCE_S,
+    TrackedSample,
+    check_trackers,
+)
 from tests.support import entry_point
 from tests.support.error_fields import raises
 from tests.support.file_tracker import registered
@@ -48,7 +53,7 @@ TEXT = "Which?\nright answer: red\nanswer: blue"
 LOG = LogConfig(trackers=("file",), project="shapes")
 
 
-def write_run(run, first, *trackers, patience_s=PATIENCE_S, last=2):
+def write_run(run, first, *trackers, patience_s=TRACKER_PATIENCE_S, last=2):
     """Log two steps, an evaluation and samples, as a run does that has done `first` steps."""
     if read_mark(run) is None:
         write_mark(run, RUN_ID, kind="run", last_serial=0)
@@ -74,7 +79,7 @@ def write_run(run, first, *trackers, patience_s=PATIENCE_S, last=2):
         run_log.evaluation(first + last, "held", scores)
         parts = (ExamplePart("Which?"), ExamplePart(image=data_uri(PIXELS)))
         example = Example("held: 1", "red", "blue", (ExampleTurn("user", parts),))
-        run_log.show(first + last, "held", [Sample.from_example(example)])
+        run_log.show(first + last, "held", [TrackedSample.from_example(example)])
         run_log.event(first + last, "an event")
     finally:
         run_log.close()
@@ -124,7 +129,7 @@ def test_the_samples_of_rl_are_the_episodes_of_samples_jsonl():
         "reward": 0.5,
     }
     line = {"question": "Is it?", "right": None, "images": uris[:1], "episodes": [episode] * 2}
-    samples = Sample.from_line(line)
+    samples = TrackedSample.from_line(line)
     assert [each.pictures()[1].getpixel((0, 0)) for each in samples] == [(20, 20, 20)] * 2
     assert samples[0].text == "Is it?\nanswer: no / yes\nreward: 0.5"
 
@@ -177,7 +182,9 @@ def test_trackers_that_cannot_be_started_are_named(tmp_path, monkeypatch):
     names = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
     with raises(ConfigError, key="log.trackers", found="file", allowed=names):
         check_trackers(Config(log=LOG))
-    broken = entry_point.registered(tmp_path, GROUP, "file", "tests.support.no_such:Tracker")
+    broken = entry_point.registered(
+        tmp_path, TRACKER_GROUP, "file", "tests.support.no_such:Tracker"
+    )
     with broken, raises(ConfigError, found="file", problem_has="cannot be imported: ModuleNot"):
         check_trackers(Config(log=LOG))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
