@@ -39,7 +39,7 @@ MODELS = {
     "32B": (64, 5120, 25600, 64, False, _TOWER),
 }
 # Layers, width, width of an expert, heads. There are 128 experts, and each token goes to 8.
-WITH_EXPERTS = {"30B-A3B": (48, 2048, 768, 32)}
+WITH_EXPERTS = {"30B-A3B": (48, 2048, 768, 32), "235B-A22B": (94, 4096, 1536, 64)}
 # Layers, width, width of the MLP, heads, heads of keys and values, value heads of the delta nets,
 # tied, tower. The 27B of Qwen3.6 and 3.8 have these sizes as well.
 QWEN3_5 = {
@@ -51,7 +51,11 @@ QWEN3_5 = {
 }
 # Layers, width, experts, experts of a token, width of an expert, heads, value heads of the delta
 # nets. Qwen3.6-35B-A3B has these sizes as well.
-QWEN3_5_WITH_EXPERTS = {"Qwen3.5-35B-A3B": (40, 2048, 256, 8, 512, 16, 32)}
+QWEN3_5_WITH_EXPERTS = {
+    "Qwen3.5-35B-A3B": (40, 2048, 256, 8, 512, 16, 32),
+    "Qwen3.5-122B-A10B": (48, 3072, 256, 8, 1024, 32, 64),
+    "Qwen3.5-397B-A17B": (60, 4096, 512, 10, 1024, 32, 64),
+}
 # Layers, width, width of the MLP, heads, heads of keys and values, such heads of full attention,
 # experts. Each token goes to 8 experts of a width of 704.
 GEMMA4 = {
@@ -60,13 +64,16 @@ GEMMA4 = {
 }
 RECIPES = {
     **{f"qwen3_vl_{size.lower()}": size for size in MODELS},
-    "qwen3_vl_30b_a3b": "30B-A3B",
+    **{f"qwen3_vl_{size.lower().replace('-', '_')}": size for size in WITH_EXPERTS},
     **{name.lower().replace(".", "_").replace("-", "_"): name for name in QWEN3_5},
     **{f"qwen3_{version}_27b": "Qwen3.5-27B" for version in (6, 8)},
-    **{f"qwen3_{version}_35b_a3b": "Qwen3.5-35B-A3B" for version in (5, 6)},
+    **{name.lower().replace(".", "_").replace("-", "_"): name for name in QWEN3_5_WITH_EXPERTS},
+    "qwen3_6_35b_a3b": "Qwen3.5-35B-A3B",
     **{"gemma4_31b": "Gemma 4 31B", "gemma4_26b_a4b": "Gemma 4 26B-A4B"},
 }
-NAMES = (*MODELS, *WITH_EXPERTS, *QWEN3_5, *QWEN3_5_WITH_EXPERTS, *GEMMA4)
+LARGEST = ("235B-A22B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B")  # take minutes, so no line
+SIZES = (*MODELS, *WITH_EXPERTS, *QWEN3_5, *QWEN3_5_WITH_EXPERTS, *GEMMA4)
+NAMES = [name for name in SIZES if name not in LARGEST]
 
 
 def sizes_of_model(name: str) -> ModelSizes:

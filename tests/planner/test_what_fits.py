@@ -17,7 +17,6 @@ from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.auto_layout import machine_of_gpu, with_candidate
 from megatron_vlm.planner.row_sizes import assumed_mix
 from megatron_vlm.planner.search import Cluster, search
-from tests.planner.test_qwen3_5 import LARGE
 from tests.support.random_runs import LONG, window
 
 ROOT = Path(__file__).parents[2]
@@ -85,14 +84,10 @@ def size_of(recipe: str) -> str:
 @pytest.mark.full
 @pytest.mark.rotate(2)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_recipe_of_a_model_finds_its_layout(recipe, maker, monkeypatch):
-    monkeypatch.setattr(maker, "QWEN3_5_WITH_EXPERTS", maker.QWEN3_5_WITH_EXPERTS | LARGE)
-    monkeypatch.setitem(maker.WITH_EXPERTS, "235B-A22B", (94, 4096, 1536, 64))
+def test_the_recipe_of_a_model_finds_its_layout(recipe, maker):
     cfg, gpus = load_config([f"model={recipe}", "model.path=x"]), GPUS[size_of(recipe)]
     assert cfg.parallel.auto == SEARCHED
-    larger = {f"qwen3_5_{name[8:].lower().replace('-', '_')}": name for name in LARGE}
-    names = maker.RECIPES | larger | {"qwen3_vl_235b_a22b": "235B-A22B"}
-    sizes = maker.sizes_of_model(names[recipe])
+    sizes = maker.sizes_of_model(maker.RECIPES[recipe])
     cluster = Cluster(gpus, 80 * 2**30, machine_of_gpu())
     [best, *_] = search(cfg, sizes, assumed_mix(sizes, cfg.data.max_tokens), cluster).fitting
     planned = with_candidate(cfg, best)
