@@ -60,6 +60,8 @@ def __getattr__(name: str) -> object:
         raise ImportError(
             f"{name} is not public any more: megatron-vlm demo tiny writes a checkpoint"
         )
+    if name == "train":  # a module that can be called
+        return importlib.import_module("megatron_vlm.train")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

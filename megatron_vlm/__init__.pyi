@@ -27,7 +27,6 @@ from megatron_vlm.errors import MegatronVLMError as MegatronVLMError
 from megatron_vlm.errors import TrainError as TrainError
 from megatron_vlm.run.python_api import chat as chat
 from megatron_vlm.run.python_api import evaluate as evaluate
-from megatron_vlm.run.python_api import train as train
 from megatron_vlm.training.backward import StepMetrics as StepMetrics
 from megatron_vlm.training.losses import register as register
 from megatron_vlm.training.optimizer_step import AdamStep as AdamStep

@@ -260,8 +260,7 @@ class LogConfig:
     """Outputs for people. metrics.jsonl is always written."""
 
     every: Natural = 1  # steps between two printed lines
-    # Also log to these: wandb, tensorboard, trackio, mlflow, swanlab, or what a package registers.
-    trackers: tuple[str, ...] = ()
+    trackers: tuple[str, ...] = ()  # wandb, tensorboard, trackio, mlflow, swanlab, or registered
     project: str = "megatron_vlm"  # project of the trackers, which is MLflow's experiment
     report: bool = True  # write report.html at the end
     profile_steps: list[Count] | None = None  # [first, last): rank 0 writes a torch.profiler trace

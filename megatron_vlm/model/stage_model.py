@@ -131,10 +131,10 @@ class StageModel(GPTModel):
         routing: Routing | None = head.pop("routing", None)
         has_visuals: bool = head.pop("has_visuals", True)
         pictures: PictureTokens | None = head.pop("pictures", None)
-        drafts = self.sizes.trains_drafts and torch.is_grad_enabled()
         if attention_mask is not None:
             _check_right_padded(attention_mask)
             routing = routing or Routing(_places(attention_mask.bool()))
+        drafts = self.sizes.trains_drafts and torch.is_grad_enabled()
         if self.pre_process:
             hidden_SBH = self._embed(input_ids)
             features_KSBH = None

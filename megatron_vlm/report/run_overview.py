@@ -74,7 +74,8 @@ def layout_table(cfg: Config, where: str, reports: Sequence[StageReport]) -> Tab
     )
     # In a terminal of 80 columns the adapters take the place of the total.
     adapted = any(report.total[ADAPTERS] for report in reports)
-    parts = [part for part in Part if part is not Part.score or reports[-1].total[part]]
+    rare = (Part.score, Part.drafts)
+    parts = [part for part in Part if part not in rare or reports[-1].total[part]]
     kinds = [*parts, ADAPTERS] if adapted else parts
     sums = ("trainable",) if adapted else ("total", "trainable")
     for column in ("stage", "layers", *kinds, *sums):

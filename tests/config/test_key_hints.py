@@ -122,7 +122,7 @@ NAMED = {
 NOTHING = {
     "foo": "the groups of keys are model, lora, parallel, data",
     "rank.foo": "the groups of keys are",
-    "log.xx": "the keys of log are every, tensorboard",
+    "log.xx": "the keys of log are every, trackers",
     "optim.xx": "the keys of optim are name, lr, vision_lr",
     "parallel.xx": "the keys of parallel are auto, tp, pp",
 }
@@ -179,8 +179,8 @@ max_turns min_p mix_strategy multi_turn muon neat_packing new_special_tokens ove
 override_config peft peft_config precompute_ref_log_probs pref_ftx profiler prompt_key
 quantization_bit ray_kwargs revision reward_manager roles_to_train rollout.top_k rollout_correction
 rollout_is sequence_parallel_size tokenizer tokens train_on_inputs train_on_prompt
-ulysses_sequence_parallel_size use_cache use_chat_template use_lora val_kwargs video_max_frames
-video_maxlen video_min_frames
+ulysses_sequence_parallel_size use_cache use_chat_template use_lora use_swanlab val_kwargs
+video_max_frames video_maxlen video_min_frames
 """
 
 

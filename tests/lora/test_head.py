@@ -160,13 +160,13 @@ def test_a_forward_waits_for_the_heads_new_weights(pool, tiny):
 # Mutants.
 
 
-def unscaled(right: Any, adapters: Adapters, x: Tensor) -> tuple[Tensor, Tensor]:
-    low, up = right(adapters, x)
+def unscaled(right: Any, adapters: Adapters, x: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    low, up = right(adapters, x, *more)
     return low / adapters.scale, up
 
 
-def not_attached(right: Any, adapters: Adapters, x: Tensor) -> tuple[Tensor, Tensor]:
-    return right(adapters, x.detach())
+def not_attached(right: Any, adapters: Adapters, x: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    return right(adapters, x.detach(), *more)
 
 
 def not_summed_over_tp(right: Any, tensor: Tensor, *args: Any, **more: Any) -> Any:

@@ -6,7 +6,7 @@ import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from megatron_vlm.run.trackers import GROUP, TrackedRun
+from megatron_vlm.run.trackers import TRACKER_GROUP, TrackedRun
 from tests.support import entry_point
 
 
@@ -42,4 +42,4 @@ class FileTracker:
 
 def registered(folder: Path) -> AbstractContextManager[None]:
     """Register the tracker as `file`, by a package in this folder."""
-    return entry_point.registered(folder, GROUP, "file", f"{__name__}:FileTracker")
+    return entry_point.registered(folder, TRACKER_GROUP, "file", f"{__name__}:FileTracker")

@@ -47,7 +47,7 @@ CLASSES = {
     "axolotl": (("axolotl/utils/schemas/*.py",), "AxolotlInputConfig"),
 }
 VERL = "verl/trainer/config/_generated_ppo_trainer.yaml"
-METHODS = ("sft", "dpo", "kto", "grpo", "rloo")
+METHODS = ("sft", "dpo", "kto", "grpo", "rloo", "reward")
 
 
 def fields_of(folders: Sequence[Path]) -> dict[str, list[str]]:
