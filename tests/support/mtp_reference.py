@@ -73,12 +73,8 @@ def trunk_of(model: HFModel, row: Row) -> Trunk:
     if positions is None:
         positions = torch.arange(len(row.ids_S)).expand(3, 1, -1)
     rotary = text.rotary_emb(embeds_1SH, positions[-3:])
-    mask = create_causal_mask(
-        config=model.config.text_config,
-        inputs_embeds=embeds_1SH,
-        attention_mask=None,
-        past_key_values=None,
-    )
+    # The name of the last argument differs between versions.
+    mask = create_causal_mask(model.config.text_config, embeds_1SH, None, None)
     return Trunk(embeds_1SH, hidden_1SH, rotary, mask)
 
 
