@@ -335,12 +335,15 @@ def agents_at(kind: str) -> Iterator[str]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Agent)
+    address = f"http://127.0.0.1:{server.server_port}/agent"
+    if kind == "gone":
+        server.server_close()
+        yield address
+        return
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    if kind == "gone":
-        server.socket.close()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/agent"
+        yield address
     finally:
         done.set()
         server.shutdown()
