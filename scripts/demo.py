@@ -36,7 +36,7 @@ TINY = {
 SETTINGS = {"gemma4": ["optim.lr=1.5e-3", "optim.muon_lr=5e-3", "launch.processes=2"]}
 # Gemma scales a picture to its tokens: where sides differ, two shapes may look as large as three.
 SHAPES = {
-    **dict.fromkeys(("qwen3_vl", "qwen3_5"), "--easy 1600 --train 9000 --eval 200"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_5"), "--easy 1600 --train 12000 --eval 200"),
     "gemma4": "--easy 4800 --train 36000 --eval 200 --sides 96 100 104",
 }
 
