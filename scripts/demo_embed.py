@@ -20,16 +20,10 @@ from megatron_vlm.commands.demo.coloured_shapes import COLOURS, ShapesSpec, writ
 WANTED = 0.9  # recall@1 on held-out pictures
 TRAIN, EVAL = 3200, 400  # pictures
 KINDS = 4 * len(COLOURS)  # number of kinds of pictures: each shape in each colour
-COMMON = [
-    "train.objective=embed",
-    "model=tiny_cpu",
-    "train=demo",
-    "optim.name=adamw",
-    "data.max_tokens=512",
-]
+COMMON = ["train.objective=embed", "model=tiny_cpu", "train=demo", "data.max_tokens=512"]
 COMMON += ["eval.generate=false"]
 SETTINGS = [
-    "optim.lr=1e-3",
+    "optim.lr=4e-3",
     "optim.warmup_steps=10",
     f"train.global_batch_size={KINDS}",
     "train.micro_batch_size=8",
