@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vlm.config.checks import check_training, require
-from megatron_vlm.config.evaluation_checks import has_rewards, reward_model_of
+from megatron_vlm.config.evaluation_checks import has_agents, has_rewards, reward_model_of
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import (
     NAMED,
@@ -44,7 +44,7 @@ def check_rl(cfg: Config) -> Iterator[ConfigError]:
             remedy="leave it out, or set lora.rank=0",
         )
     yield from _reward_errors(cfg)
-    if (rl.agent is not None or rl.has_harness) and cfg.teacher.view is not None:
+    if has_agents(rl) and cfg.teacher.view is not None:
         yield ConfigError(
             "shows a teacher another prompt, and an agent makes its prompts by itself",
             key="teacher.view",

@@ -180,6 +180,12 @@ def _is_taken(name: str, metric: str) -> bool:
     return is_user_metric(metric) and (name in scores | fields or name.startswith("blind_"))
 
 
+def has_agents(rl: RlConfig) -> bool:
+    """Return whether programs ask for answers at an address: agents, or the harness of an
+    environment."""
+    return rl.agent is not None or rl.has_harness
+
+
 def reward_model_of(rl: RlConfig) -> str | None:
     """Return the folder of rl.reward=model:FOLDER; None if a function gives the rewards."""
     kind, _, folder = (rl.reward or "").partition(":")

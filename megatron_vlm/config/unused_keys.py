@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from megatron_vlm.config.config_file import ConfigFile
-from megatron_vlm.config.evaluation_checks import held_out_names, reward_model_of
+from megatron_vlm.config.evaluation_checks import has_agents, held_out_names, reward_model_of
 from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config, get
 from megatron_vlm.config.trainable import learns
@@ -52,7 +52,7 @@ def _unused(cfg: Config, command: str, decides: bool) -> Iterator[tuple[str, str
     yield from ((group, f"in megatron-vlm {command}") for group in UNREAD_GROUPS[command])
     train, optim, objective = cfg.train, cfg.optim, f"with train.objective={cfg.train.objective}"
     is_unmeasured = not held_out_names(cfg) and not decides
-    has_no_agent = cfg.rl.agent is None and not cfg.rl.has_harness
+    has_no_agent = not has_agents(cfg.rl)
     rules = [
         (is_unmeasured, "eval", "without data.eval or data.split"),
         (is_unmeasured, "rl.eval_scores", "without data.eval"),

@@ -235,11 +235,7 @@ class _ShardWriter:
     def finish(self) -> None:
         assert not self.held, f"tensors never arrived for {sorted(self.held)}"
         if len(self.left) > 1:
-            index = {
-                "metadata": {"total_size": self.total_bytes},
-                "weight_map": dict(sorted(self.shard_of.items())),
-            }
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            write_index(self.folder, self.total_bytes, self.shard_of)
         copy_files(self.source.path, self.folder)
         if self.source.new_tokens is not None:
             self.source.new_tokens.write(self.folder)
@@ -258,6 +254,12 @@ def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     # safetensors makes the file unreadable for other users. Like any other file, it gets the mode
     # of the umask.
     shutil.copymode(file.parent / MARK, file)
+
+
+def write_index(folder: Path, total_bytes: int, shard_of: Mapping[str, str]) -> None:
+    """Write the index of a folder with several weight files: the file of each tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(shard_of.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _names_of(name: str, source: HFCheckpoint) -> list[str]:

@@ -8,7 +8,6 @@ small projections of delta nets, the head for drafts, and layers whose sides are
 
 Shapes: R rows and C columns of a matrix, r and c blocks of them."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.added_tokens import changed_json
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.hf.expert_layouts import OF_EXPERTS, ExpertStorage
-from megatron_vlm.hf.export_weights import write_tensors
+from megatron_vlm.hf.export_weights import write_index, write_tensors
 from megatron_vlm.hf.hf_checkpoint import INDEX, HFCheckpoint, weight_files
 
 FP8_BLOCK = 128
@@ -72,8 +71,7 @@ def to_fp8(source: HFCheckpoint, folder: Path) -> None:
         file_of |= dict.fromkeys(tensors, file.name)
         write_tensors(file, dict(sorted(tensors.items())))
     if (folder / INDEX).exists():
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_index(folder, total, file_of)
     with changed_json(folder / "config.json") as config:
         config["quantization_config"] = _description(sorted(kept))
 

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_vlm.config.evaluation_checks import has_agents
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.engines.engine_kinds import EngineSettings
@@ -39,7 +40,7 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
         max_len=engine.max_len or length,
         pictures=engine.pictures or max(1, max_images + more_images),
         videos=engine.videos,
-        has_media=(rl.agent is not None or rl.has_harness)
+        has_media=has_agents(rl)
         or any(index.images.any() or index.videos.any() for index in data.indexes),
         lora_rank=cfg.lora.rank,
         lora_vision=has_tower_weights(worker.adapted),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config.command_checks import needs_held_out_rewards
-from megatron_vlm.config.evaluation_checks import has_rewards, reward_model_of
+from megatron_vlm.config.evaluation_checks import has_agents, has_rewards, reward_model_of
 from megatron_vlm.config.teachers import needs_initial_model
 from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.batches.loader import BatchFigures, StepBatch
@@ -111,7 +111,7 @@ class RlTrainer:
         self.opened.callback(self.engines.close)
         settings = replace(settings_of(self.run.worker, data), draw=self.commands.draw_soon)
         self.engines.start(self.cfg.engine, settings, waiting)
-        if self.cfg.rl.agent is not None or self.cfg.rl.has_harness:
+        if has_agents(self.cfg.rl):
             sizes = self.run.worker.source.sizes
             agents = AgentServer(self.cfg, sizes, settings.pictures, self.engines.loop)
             self.opened.callback(agents.close)
