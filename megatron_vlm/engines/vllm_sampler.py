@@ -36,6 +36,7 @@ from megatron_vlm.engines.weight_stream import (
     WeightCache,
     ask_each,
     complete_weights,
+    read_folder,
     stream,
 )
 from megatron_vlm.errors import ConfigError
@@ -304,6 +305,9 @@ class VllmSampler:
         self, weights: Weights, engines: Sequence[EngineProcess], version: int
     ) -> dict[EngineProcess, ChildDiedError]:
         """Send weights to the engines, and return the engines that died with their errors."""
+        if isinstance(weights, Checkpoint) and self.settings.draft_tokens:
+            # vLLM's own reloading leaves the head for drafts as it is.
+            weights = complete_weights(read_folder(weights.folder), self.names)
         if not isinstance(weights, Checkpoint | Adapter):
             return await stream(weights, engines, self.buffer, version)
         do = "folder" if isinstance(weights, Checkpoint) else "adapt"

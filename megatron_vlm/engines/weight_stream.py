@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.engines.server.cuda_memory import CudaMemory
 from megatron_vlm.engines.vllm_process import EngineProcess
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.hf_checkpoint import weight_files
 from megatron_vlm.io.child import ChildDiedError
 
 BUFFER_BYTES = 64 << 20
@@ -101,6 +103,14 @@ def complete_weights(
             key=min(missing),
             remedy="give each tensor of the engine's checkpoint, also those that did not change",
         )
+
+
+def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint's folder as they are stored, one at a time."""
+    for file in weight_files(Path(folder)):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                yield name, opened.get_tensor(name)
 
 
 async def ask_each(

@@ -91,6 +91,13 @@ def write(
             found=lora.train,
             remedy="write the merged model: megatron-vlm export --as merged",
         )
+    if source.sizes.trains_drafts:
+        raise CheckpointError(
+            ": PEFT's files have no place for the head for drafts",
+            key="model.mtp",
+            found="train",
+            remedy="write the merged model: megatron-vlm export --as merged",
+        )
     forms = peft_folder.file_tensors(adapter.weights, lora.rank)
     pairs = chain.from_iterable(map(adapter.pair, adapter.weights))
     tensors = {form.name: form.stored(value) for form, value in zip(forms, pairs, strict=True)}

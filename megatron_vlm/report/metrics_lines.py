@@ -255,6 +255,7 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {
     int | None: lambda count: None if count is None else _clamp_integer(count),
     dict[str, float] | None: lambda figures: {str(k): _figure(v) for k, v in figures.items()},
     str | None: lambda text: None if text is None else str(text),
+    list[float] | None: lambda values: None if values is None else [_figure(v) for v in values],
 }
 # Each field is read by its type. A type that is not in _PLAIN is a figure, which may be null.
 _READERS: dict[type[Line], dict[str, Callable[[Any], Any]]] = {

@@ -3,7 +3,10 @@
 rounds and accepted drafts are those of the formula in tests/support/mtp_reference.py."""
 
 import asyncio
+import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +22,8 @@ from megatron_vlm.data.tokens.completions import Completion, SamplingSettings, a
 from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.data.tokens.row import Row, continue_row
 from megatron_vlm.engines.engine_kinds import EngineSettings, check_engine
+from megatron_vlm.engines.sampler import Checkpoint
+from megatron_vlm.engines.vllm_process import SERVER
 from megatron_vlm.engines.vllm_sampler import VllmSampler
 from megatron_vlm.errors import ConfigError
 from tests.support.chats import picture, say, text
@@ -147,7 +152,7 @@ def settings(folder: Path, drafts: int, max_len: int = 512) -> EngineSettings:
 
 
 def answers(
-    folder: Path, prompts: Sequence[Row], drafts: int, new: Path | None = None
+    folder: Path, prompts: Sequence[Row], drafts: int, new: Path | None = None, way: str = "tensors"
 ) -> list[Completion]:
     """Return answers of an engine, which gets the weights of the folder `new` after its start."""
 
@@ -157,7 +162,10 @@ def answers(
         sampler = await VllmSampler.start(asked, [{"OMP_NUM_THREADS": "1"}])
         try:
             if new is not None:
-                await sampler.update(load_file(new / "model.safetensors").items(), 1)
+                tensors = load_file(new / "model.safetensors").items()
+                await sampler.update(tensors if way == "tensors" else Checkpoint(str(new)), 1)
+            if way == "folder-restarted":
+                os.kill(sampler.replicas[0].engine.child.process.pid, signal.SIGKILL)
             return [(await sampler.sample(prompt, GREEDY, [0]))[0] for prompt in prompts]
         finally:
             await sampler.close()
@@ -189,15 +197,35 @@ def test_drafts_change_no_answer_and_are_those_of_the_formula(folder, prompts, f
 
 @pytest.mark.slow
 @pytest.mark.engine("vllm")
-def test_new_weights_reach_the_head(folder, prompts, formula, tiny):
+@pytest.mark.parametrize("way", ["tensors", "folder", "folder-restarted"])
+def test_new_weights_reach_the_head(way, folder, prompts, formula, tiny):
     """An engine that started with a random head drafts as that of new weights does."""
     source, counted = Path(tiny("bfloat16", family="qwen3_5", mtp_layers=1, **SIZES)), 0
-    for prompt, answer in zip(prompts, answers(source, prompts, 1, folder), strict=True):
+    for prompt, answer in zip(prompts, answers(source, prompts, 1, folder, way), strict=True):
         counts, is_near = formula.rounds(prompt, answer.ids)
         if not is_near:
             assert list(answer.accepted) == counts
             counted += counts[1]
     assert counted > 2 * GREEDY.max_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.engine("vllm")
+def test_places_with_drafts_have_the_settings_of_their_requests():
+    """Without the correction they have what was in memory."""
+    script = """
+import sys, torch
+from vllm.v1.sample import rejection_sampler
+sys.path.append(sys.argv[1])
+import vllm_fixes
+vllm_fixes._draw_beside_drafts()
+ends = torch.tensor([2, 2, 3], dtype=torch.int32)
+for values in (torch.tensor([0.5, 7.0, 0.0]), torch.tensor([5, 7, 0], dtype=torch.int32)):
+    print(rejection_sampler.expand_batch_to_tokens(values, ends, 3, 0, 1).tolist())
+"""
+    command = [ENVIRONMENT / "bin" / "python", "-c", script, SERVER.parent]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[-3:-1] == ["[0.5, 0.5, 1.0]", "[5, 5, 1]"]
 
 
 def test_a_model_without_a_head_for_drafts_is_refused(tiny):

@@ -3,21 +3,28 @@
 fp64, at each layout, and the model's own gradients are, bit for bit, those without it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+from megatron_vlm.checkpoint.run_checkpoints import step_folder
+from megatron_vlm.checkpoint.save_load import save
+from megatron_vlm.config.schema import CheckpointConfig
 from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.errors import CheckpointError
 from megatron_vlm.training.optimizer_step import main_weights
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import case, layout
 from tests.support.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.support.comparison import check_worst, relative_errors, same
+from tests.support.error_fields import raises
 from tests.support.mtp_reference import PREFIX, run_drafts
 from tests.support.reference import reference_of
-from tests.support.runs import Case, loss_and_grads, refusal, train
+from tests.support.runs import Case, loss_and_grads, my_rows, refusal, train
 from tests.support.suites import full, slow
 
 pytestmark = pytest.mark.newest  # it depends on the versions
@@ -108,6 +115,36 @@ def test_its_norm_is_its_own(pool, tiny):
     assert found[0] == found[1]
     limit = 1e-3 * norm / (norm + 1e-6)  # as in Megatron and torch
     assert found[0] == pytest.approx((float(norm), float(limit)), rel=TOLERANCE)
+
+
+def with_adapters(path: str, case: Case, folder: Path) -> None:
+    """Train two steps, and write the merged model and a checkpoint."""
+    cfg = replace(case.config(path), checkpoint=CheckpointConfig(export="merged"))
+    worker = MegatronWorker(cfg)
+    for seed in range(2):
+        worker.forward_backward(my_rows(make_rows(MIXED, seed=seed)))
+        worker.optim_step(lr=0.03)
+    worker.export_hf(str(folder / "merged"))
+    save(worker, step_folder(folder, 2), {"step": 2})
+
+
+@pytest.mark.full
+def test_a_merged_model_has_the_head_that_learnt_beside_adapters(pool, tiny, tmp_path):
+    path, files = tiny(**FAMILY), list[dict[str, torch.Tensor]]()
+    for mtp in ("carry", "train"):
+        folder, case = tmp_path / mtp, replace(layout(tp=2), lora={"rank": 2}, model={"mtp": mtp})
+        pool.run(with_adapters, 2, path, case, folder)
+        export_checkpoint(str(step_folder(folder, 2)), str(folder / "again"), kind="merged")
+        written = [folder / name / "model.safetensors" for name in ("merged", "again")]
+        assert written[0].read_bytes() == written[1].read_bytes()
+        files.append(load_file(written[0]))
+    plain, trained = files
+    before = load_file(f"{path}/model.safetensors")
+    assert any(not torch.equal(plain[name], before[name]) for name in before)
+    changed = {name for name in plain if not torch.equal(plain[name], trained[name])}
+    assert changed == {name for name in before if name.startswith(PREFIX)}
+    with raises(CheckpointError, key="model.mtp", found="train"):
+        export_checkpoint(str(step_folder(folder, 2)), str(tmp_path / "adapter"), kind="adapter")
 
 
 def clipped(path: str, case: Case, rows: list[Row]) -> tuple[float, float]:

@@ -77,17 +77,22 @@ def step_operations(worker: MegatronWorker) -> int:
 def test_a_head_for_drafts_adds_what_torch_counts(pool, tiny):
     path, [row] = tiny(**TINY, mtp_layers=1), make_rows((RowSpec(TOKENS),))
     batch = BatchSizes(1, TOKENS, int((row.labels_S[1:] != IGNORE).sum()), 0, 0)
-    counted, planned = [], []
+    counted, planned, work = [], [], []
     for mtp in ("train", "carry"):
         case, sizes = layout(mtp=mtp), read_sizes(path, (), "drafts" if mtp == "train" else None)
         counted += pool.run(call, 1, path, case, step_operations)
         of = ModelLayout(case.config(path), sizes, ParallelDims(1, 1, 1, 1, (5,)), 4)
         planned.append(micro_work(of, batch).last)
+        work.append(WorkModel.from_sizes(sizes).row((TOKENS,), batch.supervised, 0, 0))
     added = [train - carry for train, carry in zip(*map(_matmul, planned), strict=True)]
     text = read_sizes(path).text
     pairs = 3 * 4 * text.attentions[0].query * TOKENS**2
-    in_place = 2 * text.hidden * text.vocab * batch.supervised  # which torch does not count
+    logits = 2 * text.hidden * text.vocab * batch.supervised
+    in_place = logits  # torch does not count it
     assert counted[0] - counted[1] == sum(added) + pairs - in_place
+    # MFU and the balance of ranks count the logits of a forward once.
+    own_pairs = text.attentions[0].pair_flops((TOKENS,), 0)
+    assert work[0] - work[1] == added[0] - 3 * logits + own_pairs
 
 
 def _matmul(cost: StepCost) -> tuple[float, float]:

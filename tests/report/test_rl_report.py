@@ -88,6 +88,7 @@ EVERY = {
     **{"kl": 0.25, "entropy": 1.5, "ratio": 1.0, "clip_fraction": 0.5, "drift": 0.75},
     **{"apart": 2.0, "apart_mean": 0.01, "weights_cut": 0.03, "masked": 0.01, "behind": 1.5},
     **{"teacher_kl": 0.125, "taught": 0.5, "rerouted": 0.125},
+    **{"rounds": 4.0, "accepted": 0.75, "accepted_at": [0.5, 0.25]},
 }
 
 
@@ -114,7 +115,8 @@ def test_only_figures_that_the_run_has_are_curves(report):
         *SOON[3:],
         *("KL", "KL to the teacher", "Tokens taught", "Drift", "Entropy", "Ratio"),
         *("Clip fraction", "Agreement of sampler and trainer", "Weights cut", "Tokens masked"),
-        *("Rerouted", "Behind", "Sampling time", *TRAIN),
+        *("Rerouted", "Drafts accepted", "Rounds with accepted drafts", "Behind", "Sampling time"),
+        *TRAIN,
     ]
     assert page.curves("Reward") == [("reward", [0, 1], [0.5, -1.5])]
     assert page.curves("Spread of rewards") == [("spread", [0, 1], [0.25, 0.25])]
@@ -129,9 +131,12 @@ def test_only_figures_that_the_run_has_are_curves(report):
     for title, key in (("KL", "kl"), names, ("Drift", "drift"), ("Entropy", "entropy")):
         assert [y for _, _, y in page.curves(title)] == [[None, EVERY[key]]]
     charts = {"Ratio": "ratio", "Weights cut": "weights_cut", "Tokens masked": "masked"}
+    charts |= {"Drafts accepted": "accepted"}
     for title, key in {**charts, "Rerouted": "rerouted", "Behind": "behind"}.items():
         assert [y for _, _, y in page.curves(title)] == [[None, EVERY[key]]]
     assert page.curves("Clip fraction") == [("clipped", [0, 1], [None, 0.5])]
+    drafts = [("1 or more", [0, 1], [None, 0.5]), ("2 or more", [0, 1], [None, 0.25])]
+    assert page.curves("Rounds with accepted drafts") == drafts
     agreement = [("largest", [0, 1], [None, 2.0]), ("mean", [0, 1], [None, 0.01])]
     assert page.curves("Agreement of sampler and trainer") == agreement
     assert page.chart("Agreement of sampler and trainer")["log"]
@@ -139,7 +144,7 @@ def test_only_figures_that_the_run_has_are_curves(report):
     assert page.curves("Sampling time") == seconds
     percents = [title for title in page.titles if page.chart(title)["percent"]]
     shares = ["Episodes cut", "Prompts alike", "Tokens taught", "Clip fraction"]
-    shares += ["Weights cut", "Tokens masked", "Rerouted", "Padding"]
+    shares += ["Weights cut", "Tokens masked", "Rerouted", "Rounds with accepted drafts", "Padding"]
     assert percents == shares
     drawn = page.page().text
     assert drawn.count("Drag over a chart") == drawn.count("<noscript>") == 1

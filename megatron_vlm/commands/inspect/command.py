@@ -16,6 +16,7 @@ from megatron_vlm.commands.inspect.inspection_report import (
 )
 from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.trainable import extra_head
 from megatron_vlm.data.batches.dataset import DataSet, NoSampleError, open_data
 from megatron_vlm.data.tokens.index import unknown_keys_error
 from megatron_vlm.errors import ConfigError, DataError
@@ -49,7 +50,7 @@ def run_inspect(
             remedy="give a file with its first records, or turn streaming off",
         )
     cfg = with_model(cfg, weights=False)
-    sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
+    sizes = read_sizes(cfg.model.path, cfg.data.add_tokens, extra_head(cfg))
     with _no_warnings_of_the_data():
         rules = cfg.data
         if not cfg.data.max_errors:  # they are an error after all of them were listed

@@ -308,7 +308,7 @@ class WorkModel:
 
     per_token: int  # decoder without attention; only those experts that a token goes to
     attentions: tuple[tuple[Attention, int], ...]  # each kind, and the layers that have it
-    per_supervised: int  # the head, and the last MLP of a model without experts
+    per_supervised: int  # the heads, and the last MLP of a model without experts
     per_patch_of_tower: int  # linear layers of the vision tower
     per_patch_of_mergers: int  # linear layers of its mergers
     per_patch_pair: int  # attention within a frame
@@ -320,14 +320,19 @@ class WorkModel:
         """Return the work of a model of these sizes."""
         text, vision = sizes.text, sizes.vision
         tower, mergers = _matrices(sizes, Part.vision), _matrices(sizes, Part.merger)
-        of_layers = sum(layer.flops_per_token(text.hidden) for layer in text.layers)
         at_end = text.layers[-1].mlp_flops_per_token(text.hidden) if text.ends_at_places else 0
+        layers, per_token, heads = text.layers, -at_end, 1
+        if sizes.trains_drafts and sizes.drafts is not None:
+            # A product joins the embedding and the last layer's output, at all places.
+            layers, heads = (*layers, sizes.drafts.layer), 2
+            per_token = 4 * text.hidden**2
+        per_token += sum(layer.flops_per_token(text.hidden) for layer in layers)
         return WorkModel(
-            per_token=of_layers - at_end,
+            per_token=per_token,
             attentions=tuple(
-                Counter(x.mixer for x in text.layers if isinstance(x.mixer, Attention)).items()
+                Counter(x.mixer for x in layers if isinstance(x.mixer, Attention)).items()
             ),
-            per_supervised=2 * text.hidden * text.vocab + at_end,
+            per_supervised=2 * heads * text.hidden * text.vocab + at_end,
             per_patch_of_tower=2 * tower,
             per_patch_of_mergers=2 * (mergers // vision.merge**2),
             per_patch_pair=4 * vision.depth * vision.query,

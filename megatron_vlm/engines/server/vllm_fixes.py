@@ -12,6 +12,7 @@ def fix_vllm_on_cpu() -> None:
     _let_generators_rewind()
     _pack_updated_experts()
     _read_tied_heads()
+    _draw_beside_drafts()
 
 
 def _let_generators_rewind() -> None:
@@ -82,6 +83,19 @@ def _read_tied_heads() -> None:
 
     UnquantizedEmbeddingMethod.tie_weights = tie_and_mark
     UnquantizedEmbeddingMethod.process_weights_after_loading = pack_own
+
+
+def _draw_beside_drafts() -> None:
+    """Give each place with a draft the temperature, the top_k and the top_p of its request. vLLM
+    writes them into a copy that it drops, and would draw with what was in memory, without an
+    error: mostly the most likely tokens, where the drafts are all rejected."""
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x: Any, ends: Any, total: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts)
+
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 _GEMMA4 = "vllm.model_executor.models.gemma4_mm"  # it is imported for a model of Gemma 4 alone

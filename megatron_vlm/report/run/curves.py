@@ -4,12 +4,13 @@ and scores."""
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megatron_vlm.io.printable import number
 from megatron_vlm.report.charts import Chart, ChartControls, Charts, Curve, RunAxes, StepMarks
-from megatron_vlm.report.metrics_lines import EvalLine
+from megatron_vlm.report.metrics_lines import EvalLine, RlLine
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
 from megatron_vlm.report.sections import Heading, Note, Section, Table
 
@@ -74,6 +75,11 @@ _SAMPLE_CHARTS = (
     ChartPlan("Tokens masked", {"masked": "masked"}, "by their weights", percent=True),
     ChartPlan("Rerouted", {"rerouted": "rerouted"}, "of tokens and layers", percent=True),
     ChartPlan("Drafts accepted", {"accepted": "accepted"}, "tokens of a round", above=0),
+    ChartPlan(
+        "Rounds with accepted drafts",
+        {f"{n + 1} or more": f"accepted_at_{n}" for n in range(4)},
+        percent=True,
+    ),
     ChartPlan("Behind", {"mean": "behind", "oldest": "behind_max"}, "age of weights in steps"),
     ChartPlan("Sampling time", {"sampling": "sampling_s", "step": "seconds"}, "seconds"),
 )
@@ -223,9 +229,14 @@ def _logged(metrics: RunMetrics, key: str, of_rewards: bool) -> tuple[np.ndarray
     """Return steps and the values of a field of StepLine or RlLine, or of a figure of rewards."""
     if not of_rewards and key in metrics.figures:
         return metrics.steps_N, metrics.figures[key]
-    rows = [line.figures if of_rewards else vars(line) for line in metrics.samples]
+    rows = [line.figures if of_rewards else _figures(line) for line in metrics.samples]
     values_N = np.array([row.get(key) for row in rows], dtype=float)  # None becomes nan
     return np.array([line.step for line in metrics.samples]), values_N
+
+
+def _figures(line: RlLine) -> dict[str, Any]:
+    shares = enumerate(line.accepted_at or ())
+    return vars(line) | {f"accepted_at_{place}": share for place, share in shares}
 
 
 def _score_curves(runs: Sequence[LoggedRun], score: str) -> tuple[Curve, ...]:
