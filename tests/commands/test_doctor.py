@@ -150,8 +150,8 @@ def test_ranges_are_those_of_pyproject():
     pairs = requirements(EXTRAS)
     required = [str(requirement) for extra, requirement in pairs if not extra]
     assert required == [str(Requirement(t)) for t in project["project"]["dependencies"]]
-    names = ["flash-linear-attention", "transformer-engine", "ray", "av", "tensorboard", "wandb"]
-    names += ["fastapi", "uvicorn", "protobuf", "zstandard", "llguidance"]
+    names = ["flash-linear-attention", "transformer-engine", "ray", "av", "gguf", "tensorboard"]
+    names += ["wandb", "fastapi", "uvicorn", "protobuf", "zstandard", "llguidance"]
     assert [r.name for extra, r in pairs if extra] == names
     assert [r.name for extra, r in requirements(()) if extra] == []
     assert str(doctor.python_range()) == project["project"]["requires-python"]

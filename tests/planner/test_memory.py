@@ -2,8 +2,10 @@
 """Counts of the planner, which are those of a built worker: parameters, gradients, optimizer state,
 and the memory that autograd keeps of a forward."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,6 +31,7 @@ from megatron_vlm.planner.memory import (
 from megatron_vlm.planner.memory_switches import switches_by_bytes, with_keys
 from megatron_vlm.planner.parameters import ParamCounts, RankParam, _shards, count
 from megatron_vlm.planner.row_sizes import BatchSizes
+from megatron_vlm.training.frozen_models import FrozenModels
 from megatron_vlm.training.offload import OffloadedAdamW
 from megatron_vlm.training.optimizer_step import main_weights
 from megatron_vlm.training.worker import MegatronWorker
@@ -37,6 +40,7 @@ from tests.support.batches import RowSpec, make_rows
 from tests.support.pool import Pool
 from tests.support.runs import Case
 from tests.support.suites import full, quick
+from tests.training.test_reward import add_score
 
 # Relative error. Measured worst cases: 4.2 % (experts), 3.2 % (full recompute). What is left out is
 # small.
@@ -421,6 +425,33 @@ def test_a_reference_model_is_a_second_set_of_weights(tiny):
     )
     assert second.weights == 2 * kept.weights
     assert second.total - kept.total == kept.weights
+
+
+def reward_model_bytes(path: str, case: Case, folder: Path) -> tuple[int, int]:
+    """Return the stage of this rank and the bytes of its weights of a reward model."""
+    worker = MegatronWorker(case.config(path), training=False)
+    model = FrozenModels(worker).reward_model(str(folder))
+    weights = [param for chunk in model.chunks for param in chunk.parameters()]
+    return worker.grid.pp.rank, sum(param.nbytes for param in weights)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "split"), [({"tp": 2}, None), ({"pp": 2}, [1, 3]), full({"pp": 2, "dp": 2}, None)]
+)
+def test_a_reward_model_is_planned_with_weights_of_its_own(degrees, split, tiny, pool, tmp_path):
+    """It is larger than the policy, and divided evenly however the policy is."""
+    folder, path = tmp_path / "judge", tiny(layers=4)
+    shutil.copytree(tiny(layers=5, hidden=96), folder)
+    add_score(folder / "model.safetensors", "score.weight")
+    case = layout(**degrees, layers_per_stage=split)
+    cfg, sizes = case.config(path), read_sizes(path)
+    rest = sizes, ParallelDims.create(cfg.parallel, case.world, sizes.text.num_layers), 4
+    alone = estimate(ModelLayout(cfg, *rest), [sizes_of_rows()])
+    judged = with_keys(cfg, {"rl.reward": f"model:{folder}"})
+    both = estimate(ModelLayout(judged, *rest), [sizes_of_rows()])
+    for stage, measured in pool.run(reward_model_bytes, case.world, path, case, folder):
+        assert both[stage].weights - alone[stage].weights == measured > 0
+        assert both[stage].total - alone[stage].total == measured
 
 
 def test_no_more_logits_exist_at_once_than_the_head_makes(tiny):

@@ -35,11 +35,12 @@ from megatron_vlm.rl.rollouts import next_prompts
 from megatron_vlm.rl.train_batch import is_drawn, make_train_batch
 from megatron_vlm.serve.sample_calls import SampleAsk
 from megatron_vlm.user_code.pool import NoRewards, RewardPool, RewardSettings
-from tests.rl.test_rl import drawing_often, furthest, learnt, lines, samples
+from tests.rl.test_rl import furthest, learnt, lines, samples
 from tests.rl.test_train_batch import TASKS, config
 from tests.support import agent_program
 from tests.support.chats import picture, say, text
 from tests.support.error_fields import raises
+from tests.support.often_drawn import drawing_often
 from tests.support.sets import write_set
 
 PROGRAM = Path(agent_program.__file__)

@@ -14,28 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tokens.reader import RowMaker
-from tests.rl.test_rl import LEAN, drawing_often, go, learnt, lines, samples
+from tests.rl.test_rl import LEAN, go, learnt, lines, samples
 from tests.support.reference import inputs_of, load_reference
-from tests.support.sets import write_set
 from tests.support.suites import FULL
 from tests.training.test_reward import add_score
 
 # Relative to the largest reward, in fp32. Measured worst case: see the suite's figures.
 TOLERANCE = 1e-5
 JUDGE = dict(layers=3, hidden=48, seed=2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("judged")
-    write_set(folder, rows=7)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(tiny, tmp_path_factory) -> str:
-    into = tmp_path_factory.mktemp("ends") / "model"
-    return drawing_often(tiny(deepstack=1, from_scratch=True), into, "<|im_end|>")
 
 
 @pytest.fixture(scope="module")

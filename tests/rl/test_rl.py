@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers import AutoTokenizer
 
 from megatron_vlm.cli import main
 from megatron_vlm.config.schema import Config, DataConfig, RlConfig
@@ -35,8 +35,8 @@ from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.rl_train import run_rl
 from megatron_vlm.rl.step_report import SignalWatch
 from megatron_vlm.run.run_folder import read_job
+from tests.support.often_drawn import drawing_often
 from tests.support.pool import free_port
-from tests.support.sets import write_set
 from tests.support.suites import full, quick, slow
 from tests.support.uniform_engine import registered
 
@@ -45,36 +45,6 @@ STEPS = 3
 LEAN = ["data.eval=null", "checkpoint.export=false"]  # where only the figures of steps matter
 # Weights after three steps of Adam with lr 1e-3. Measured worst case: 1.2e-7.
 TOLERANCE = 1e-6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("rl")
-    write_set(folder, rows=7)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(tiny, tmp_path_factory) -> str:
-    """Return a random model that ends an answer after some tokens. Others end one in 500."""
-    folder = tmp_path_factory.mktemp("ends") / "model"
-    return drawing_often(tiny(deepstack=1, from_scratch=True), folder, "<|im_end|>")
-
-
-def drawing_often(path: str, folder: Path, *tokens: str, strength: float = 5.0) -> str:
-    """Copy a random model, and let it draw these tokens often: their rows of the head point in the
-    direction of most hidden states."""
-    shutil.copytree(path, folder)
-    hf = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        hidden = hf.model(torch.arange(20, 300).view(7, 40)).last_hidden_state.mean((0, 1))
-        for token in AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(list(tokens)):
-            hf.lm_head.weight[token] = strength * hidden / hidden.square().sum()
-    weights = load_file(folder / "model.safetensors")
-    assert weights["lm_head.weight"].shape == hf.lm_head.weight.shape
-    weights["lm_head.weight"] = hf.lm_head.weight.detach().clone()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
 
 
 def thinking(path: str, folder: Path) -> str:

@@ -46,8 +46,6 @@ from megatron_vlm.rl.train_batch import (
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.rl.test_rl import LEAN, TASKS, furthest, learnt, lines
-from tests.rl.test_rl import folder as folder
-from tests.rl.test_rl import model as model
 from tests.rl.test_segments import groups_of
 from tests.support.batches import MIXED, make_rows
 from tests.support.error_fields import raises

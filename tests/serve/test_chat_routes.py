@@ -2,6 +2,7 @@
 """OpenAI's and Anthropic's routes of the service: prompts, log-probs and answers are those of
 Hugging Face's template, processor and model, and the real clients understand them."""
 
+import asyncio
 import base64
 import itertools
 import json
@@ -186,6 +187,46 @@ def test_prompts_and_log_probs_are_those_of_transformers(ann, path: str, name: s
     special = set(processor.tokenizer.all_special_ids)
     if not special & set(drawn[: len(ours)]):
         assert told == choice["message"]["content"]
+
+
+def test_the_judge_of_the_page_gives_the_probability_of_a_word(
+    running: Running, ann, path: str, tmp_path: Path
+) -> None:
+    """The judge sees each record's picture, and its questions are under way at once."""
+    page = (ROOT / "docs" / "rl.md").read_text()
+    [program] = re.findall(r"^```python\n(# judge.py\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    program = program.replace("http://127.0.0.1:8000", running.url).replace("MODEL", path)
+    program = program.replace("timeout=100", f"timeout=100, headers={dict(ann.headers)}")
+    records, answers = [], ["red", "left"]
+    for seed in (1, 2):
+        (tmp_path / f"{seed}.png").write_bytes(picture(70, 45, seed).data)
+        records.append({"question": "What?", "right": "red", "image": f"{tmp_path}/{seed}.png"})
+    said, pairs = "What?\nRight answer: red\nAnswer: {}\nIs the answer right? Say yes or no.", []
+    for seed, answered in itertools.product((1, 2), answers):
+        pairs.append(
+            [{"role": "user", "content": [shown(70, 45, seed), text(said.format(answered))]}]
+        )
+    processor, model, likely = hf_processor(path), load_reference(path), []
+    for messages in pairs:
+        record = {"messages": for_transformers(messages), "tools": None}
+        inputs = hf_encode(processor, record, add_generation_prompt=True)
+        types = (inputs["input_ids"] == token_ids().image).int()
+        with torch.no_grad():
+            logits = model(**dict(inputs) | {"mm_token_type_ids": types}).logits[0, -1]
+        best = logits.softmax(-1).topk(5)
+        words = [each.strip().lower() for each in map(processor.tokenizer.decode, best.indices)]
+        likely.append(list(zip(words, best.values.tolist(), strict=True)))
+    word = next(word for word, _ in likely[0] if word.isascii() and word.isalpha())
+    expected = [sum(share for each, share in five if each == word) for five in likely]
+    scope: dict[str, Any] = {}
+    exec(program.replace('"yes"', repr(word)), scope)
+
+    async def rewards() -> list[float]:
+        pairs = itertools.product(records, answers)
+        return await asyncio.gather(*(scope["score"](*each) for each in pairs))
+
+    assert asyncio.run(rewards()) == pytest.approx(expected, rel=10 * TOLERANCE)
+    assert len(set(expected)) > 1
 
 
 def events_of(reply: httpx.Response) -> list[Any]:
