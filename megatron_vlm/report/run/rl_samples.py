@@ -85,7 +85,7 @@ _MAX_PROMPTS = 8  # prompts of a step
 
 @dataclass(frozen=True)
 class ShownObservation:
-    """What an environment has answered."""
+    """Observation: the text and the pictures that an environment has returned."""
 
     text: str
     images: tuple[str, ...]
