@@ -3,7 +3,6 @@
 Nothing heavy is imported before the configuration has been checked.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,17 +11,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.config import load_config
-from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
-from megatron_vlm.config.command_checks import check_train
+from megatron_vlm.config.arguments import rank_arguments
+from megatron_vlm.config.command_checks import check_train, check_used
 from megatron_vlm.config.schema import Config
-from megatron_vlm.config.unused_keys import check_used
 from megatron_vlm.data.worker_processes import start_server
 from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import rank_of_process, run_process, world_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.export_folder import check_push
 from megatron_vlm.run import python_api
-from megatron_vlm.run.saved_config import check_unnamed, with_model
+from megatron_vlm.run.run_folder import check_unnamed, with_model
 from megatron_vlm.run.trackers import check_trackers
 from megatron_vlm.training.lr_schedule import lr_at
 from megatron_vlm.training.preflight import check_run
@@ -68,10 +66,7 @@ def compose_config(
     module: str, arguments: Sequence[str], check: Callable[[Config], None] = check_train
 ) -> Config:
     """Return the checked configuration of a rank that runs this module."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", allow_abbrev=False)
-    add_overrides(parser)
-    args = parse_arguments(parser, arguments)
-    file, _ = read_configuration(args)
+    args, file = rank_arguments(arguments, prog=f"python -m {module}")
     cfg = load_config(args.overrides, file)
     check(cfg)
     check_used(cfg, module.rpartition(".")[2], args.overrides, file)

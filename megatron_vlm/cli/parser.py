@@ -25,7 +25,7 @@ from megatron_vlm.commands.watch.command import add_watch_arguments, watch
 from megatron_vlm.config.arguments import SecretiveParser, add_overrides, read_configuration
 from megatron_vlm.distributed.process import FAILED, UNLIKE
 from megatron_vlm.model.constraints import check_supported
-from megatron_vlm.run.saved_config import with_commit
+from megatron_vlm.run.run_folder import with_commit
 from megatron_vlm.training.preflight import check_records, check_run
 from megatron_vlm.version import __version__
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.checkpoint.run_checkpoints import find_checkpoint, held_checkpoint
 from megatron_vlm.config import ConfigFile, load_config, read_saved
-from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
+from megatron_vlm.config.arguments import add_overrides, rank_arguments
 from megatron_vlm.config.checks import require
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.evaluation_checks import held_out_names
@@ -154,10 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_eval(arguments: Sequence[str]) -> int:
     """Evaluate on one rank."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_arguments(parser)
-    args = parse_arguments(parser, arguments)
-    file, _ = read_configuration(args)
+    args, file = rank_arguments(arguments, add_arguments)
     cfg, checkpoint = locate(args.where, args.overrides, file)
     with Watchdog.watch_rank(process.rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         _evaluate(cfg, checkpoint, args.predictions, watchdog)

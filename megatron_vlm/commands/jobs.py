@@ -7,12 +7,17 @@ from pathlib import Path
 
 from megatron_vlm.config import Config, ConfigFile, load_config, to_yaml
 from megatron_vlm.config.arguments import add_overrides, read_configuration
+from megatron_vlm.config.command_checks import check_used
 from megatron_vlm.config.key_docs import listing
-from megatron_vlm.config.unused_keys import check_used
 from megatron_vlm.distributed.process import print_to_user, rank_of_process
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.run.run_folder import check_folder
-from megatron_vlm.run.saved_config import check_unnamed, saved_config, with_commit, with_model
+from megatron_vlm.run.run_folder import (
+    check_folder,
+    check_unnamed,
+    saved_config,
+    with_commit,
+    with_model,
+)
 from megatron_vlm.run.trackers import check_trackers
 from megatron_vlm.training.preflight import check_run
 

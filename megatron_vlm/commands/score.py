@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_vlm.commands.eval import add_where, held_in_place, locate
 from megatron_vlm.config import ConfigFile
-from megatron_vlm.config.arguments import parse_arguments, read_configuration
+from megatron_vlm.config.arguments import rank_arguments, read_configuration
 from megatron_vlm.config.checks import require
 from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.schema import Config, TeacherConfig
@@ -22,7 +22,7 @@ from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import home_path
-from megatron_vlm.run.saved_config import with_commit
+from megatron_vlm.run.run_folder import with_commit
 from megatron_vlm.training.preflight import check_records, check_run
 
 if TYPE_CHECKING:
@@ -175,10 +175,7 @@ def _check_data(cfg: Config) -> None:
 
 def run_score(arguments: Sequence[str]) -> int:
     """Score on one rank."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_score_arguments(parser)
-    args = parse_arguments(parser, arguments)
-    file, _ = read_configuration(args)
+    args, file = rank_arguments(arguments, add_score_arguments)
     _check_options(args)
     cfg, checkpoint = _locate(args.where, args, file)
     with Watchdog.watch_rank(process.rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
@@ -222,7 +219,7 @@ def _score_with_engines(cfg: Config, args: argparse.Namespace) -> None:
         start_server()
     from megatron_vlm.engines.engine_kinds import engine_kind, engine_of_flags
     from megatron_vlm.family import read_sizes
-    from megatron_vlm.run.scoring.engine_scores import open_score_folder, score_with_engines
+    from megatron_vlm.run.scoring.score_data import open_score_folder, score_with_engines
     from megatron_vlm.run.scoring.score_folder import ScoreSettings
 
     engine = engine_of_flags(cfg.engine, args.engine, args.devices)

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NoReturn
 
 from megatron_vlm.config.config_file import ConfigFile, add_config_option, chosen_file
@@ -83,6 +83,18 @@ def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> ar
         args.overrides += rest
         _check_words(args.overrides, "eval" if words[:1] == ["eval"] else "train")
     return args
+
+
+def rank_arguments(
+    words: Sequence[str],
+    add_arguments: Callable[[argparse.ArgumentParser], None] = add_overrides,
+    prog: str | None = None,
+) -> tuple[argparse.Namespace, ConfigFile | None]:
+    """Return the arguments of one of a command's processes, and the file of --config."""
+    parser = argparse.ArgumentParser(prog, allow_abbrev=False)
+    add_arguments(parser)
+    args = parse_arguments(parser, words)
+    return args, chosen_file(args)
 
 
 def _check_words(overrides: Sequence[str], data: Literal["train", "eval"]) -> None:

@@ -18,6 +18,7 @@ from omegaconf import MISSING
 
 from megatron_vlm.config import schema
 from megatron_vlm.config.bounds import ranges_of
+from megatron_vlm.config.command_checks import UNREAD_GROUPS
 from megatron_vlm.config.data_sources import EvalSource, SourceSpec
 from megatron_vlm.config.key_hints import (
     config_dir,
@@ -28,7 +29,6 @@ from megatron_vlm.config.key_hints import (
     similar_keys,
 )
 from megatron_vlm.config.schema import leaves
-from megatron_vlm.config.unused_keys import UNREAD_GROUPS
 from megatron_vlm.io.printable import wrap_words
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_vlm.checkpoint import save_load
 from megatron_vlm.controller.worker_group import ReplicaBatch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.data.tensors.tensor_batch import rows_of
 from megatron_vlm.data.tokens.answer_masks import AnswerMasks
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer

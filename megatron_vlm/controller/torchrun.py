@@ -26,7 +26,7 @@ from megatron_vlm.controller.worker_group import (
     cut,
     filled_rows,
 )
-from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
+from megatron_vlm.data.tensors.tensor_list import pack, unpack
 from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.distributed.collectives import all_gather_bytes
 from megatron_vlm.distributed.error_json import error_from_json, error_to_json

@@ -13,8 +13,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.tensors.rows import MASK, PIXEL_FIELDS, batch_of, row_fields
-from megatron_vlm.data.tensors.tensor_batch import TensorBatch, Value
+from megatron_vlm.data.tensors.tensor_batch import (
+    MASK,
+    PIXEL_FIELDS,
+    TensorBatch,
+    Value,
+    batch_of,
+    row_fields,
+)
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row

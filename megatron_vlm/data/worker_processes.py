@@ -10,7 +10,7 @@ from multiprocessing import forkserver, get_context
 from typing import Any
 
 from megatron_vlm.errors import LostError
-from megatron_vlm.io.scratch import keep_sockets_in_scratch
+from megatron_vlm.io.atomic import keep_sockets_in_scratch
 
 _END = object()
 _NICER = 10  # above the trainer's niceness; the maximum is 19

@@ -13,8 +13,8 @@ from megatron_vlm.distributed.process import environment_elsewhere
 from megatron_vlm.engines.engine_kinds import EngineSettings
 from megatron_vlm.engines.sampler import Hear, SamplerError
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.io.atomic import socket_folder
 from megatron_vlm.io.child import OUTPUT_CHARACTERS, Child, ChildDiedError, ChildRefusedError
-from megatron_vlm.io.scratch import socket_folder
 
 SERVER = Path(__file__).parent / "server" / "engine_server.py"
 _MAX_LOG_PROBS = 20  # vLLM's own limit of tokens in a place

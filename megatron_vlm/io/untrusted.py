@@ -10,10 +10,10 @@ import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 
@@ -186,6 +186,27 @@ class JsonField:
         if not isinstance(self.value, str):
             raise self.error("text")
         return self.value
+
+    def flag(self) -> bool:
+        if not isinstance(self.value, bool):
+            raise self.error("true or false")
+        return self.value
+
+    def read(self, kind: Any) -> Any:
+        """Return a value of this type: a dataclass, a tuple or a dict of values, a text, a number,
+        or a flag. Null stands for the default of a dataclass's field."""
+        if isinstance(kind, type) and is_dataclass(kind):
+            needed = {item.name for item in fields(kind) if item.default is MISSING}
+            types = get_type_hints(kind)
+            names = [name for name in types if name in needed or self.get(name) is not None]
+            return kind(**{name: self[name].read(types[name]) for name in names})
+        part, *_ = get_args(kind) or (None,)
+        if get_origin(kind) is tuple:
+            return tuple(each.read(part) for each in self.items())
+        if get_origin(kind) is dict:
+            return {key: each.read(get_args(kind)[1]) for key, each in self.object().items()}
+        readers = {int: self.whole, float: lambda: float(self.number()), bool: self.flag}
+        return readers.get(part or kind, self.string)()
 
 
 def reason(error: BaseException) -> str:

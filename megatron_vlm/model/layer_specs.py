@@ -29,16 +29,19 @@ from megatron_vlm.family.decoder_layers import (
 )
 from megatron_vlm.family.spec import TextSizes, Tokens
 from megatron_vlm.hf.layer_backends import BACKENDS
-from megatron_vlm.model.attention import CachedAttention, FusedSelfAttention, SDPACoreAttention
+from megatron_vlm.model.attention import (
+    CachedAttention,
+    FusedSelfAttention,
+    SDPACoreAttention,
+    UnscaledSelfAttention,
+)
 from megatron_vlm.model.decoder_layer import DecoderLayer, ScaledDecoderLayer
 from megatron_vlm.model.delta_rule import DeltaRule
-from megatron_vlm.model.experts import ExpertMLP
+from megatron_vlm.model.experts import ExpertMLP, MLPBesideExperts, PostNormMLP
 from megatron_vlm.model.fused_ops import FusedOps, Norm
 from megatron_vlm.model.gated_delta_net import GatedDeltaMixer
 from megatron_vlm.model.megatron_versions import ChainActivation, LayerMLP, LayerPart
-from megatron_vlm.model.normed_mlp import MLPBesideExperts, PostNormMLP
 from megatron_vlm.model.rope import rotary_spans
-from megatron_vlm.model.windowed_attention import UnscaledSelfAttention
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.untrusted import JsonField, UntrustedFile
+from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.report.sections import Heading, Note, Section, Table
 
 BENCH_FILE = "bench/scores.json"  # in the folder of a run
@@ -20,7 +20,7 @@ class BenchLine:
     metric: str
     before: float
     after: float
-    standard_error: float | None  # The difference has this error.
+    standard_error: float | None = None  # The difference has this error.
     samples: int | None = None
     is_paired: bool = False  # the error is that of the samples' differences
 
@@ -39,22 +39,7 @@ def read_benchmark(folder: Path) -> Benchmark | None:
     path = folder / BENCH_FILE
     if not path.is_file():
         return None
-    values = UntrustedFile(str(path)).json()
-    lines = tuple(map(_line, values["lines"].items()))
-    return Benchmark(values["suite"].string(), values["time"].string(), lines)
-
-
-def _line(line: JsonField) -> BenchLine:
-    error, samples = line.get("standard_error"), line.get("samples")
-    return BenchLine(
-        line["task"].string(),
-        line["metric"].string(),
-        line["before"].number(),
-        line["after"].number(),
-        None if error is None else error.number(),
-        None if samples is None else samples.whole(),
-        bool(line["is_paired"].value),
-    )
+    return UntrustedFile(str(path)).json().read(Benchmark)
 
 
 def bench_cells(line: BenchLine) -> tuple[str, ...]:

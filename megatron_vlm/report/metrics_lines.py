@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.io.atomic import write_text
-from megatron_vlm.io.untrusted import JsonField, UntrustedFile
+from megatron_vlm.io.untrusted import UntrustedFile
 
 SAMPLES = "samples.jsonl"  # next to metrics.jsonl: the samples of some steps of `megatron-vlm rl`
 PREFERENCE_FIGURES: tuple[str, ...] = (
@@ -314,28 +314,10 @@ class Examples:
     @staticmethod
     def read(path: Path) -> "Examples":
         """Read the file; raise DataError if it is malformed."""
-        raw = UntrustedFile(str(path)).json()
-        examples = []
-        for item in raw["examples"].items():
-            texts = {key: item[key].string() for key in ("where", "answer", "prediction")}
-            turns = tuple(map(_turn, item["turns"].items()))
-            answers = strings_of(item.get("answers"))
-            examples.append(Example(**texts, turns=turns, answers=answers))
-        return Examples(raw["name"].string(), raw["step"].whole(), tuple(examples))
+        return UntrustedFile(str(path)).json().read(Examples)
 
 
 def is_right(prediction: str, references: Sequence[str]) -> bool:
     """Return whether a prediction is one of the right answers, word for word. White space around
     either does not count. This is exact match everywhere: in scores, files and pages."""
     return prediction.strip() in [reference.strip() for reference in references]
-
-
-def strings_of(field: JsonField | None) -> tuple[str, ...]:
-    """Return a list of strings, which may be missing."""
-    return () if field is None else tuple(item.string() for item in field.items())
-
-
-def _turn(field: JsonField) -> ExampleTurn:
-    parts = field["parts"].items()
-    texts = tuple(ExamplePart(part["text"].string(), part["image"].string()) for part in parts)
-    return ExampleTurn(field["role"].string(), texts)

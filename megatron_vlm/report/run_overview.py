@@ -15,8 +15,7 @@ from megatron_vlm.config.evaluation_checks import DEFAULT_MINUTES, DEFAULT_STEPS
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, exports, learns
 from megatron_vlm.data.batches.data_warnings import Remarks
-from megatron_vlm.data.batches.dataset import DataSet
-from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.data.batches.dataset import DataSet, StreamSet
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry, Origin

@@ -13,9 +13,12 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.io.untrusted import home_path
 from megatron_vlm.report import sections
-from megatron_vlm.report.sections import Section
+from megatron_vlm.report.html import render_page
+from megatron_vlm.report.sections import Report, Section
 
 TRAINED = "black on green"
 STYLES = {"special": "dim", "view": "cyan", "weight": "bold magenta"}
@@ -139,3 +142,18 @@ def timeline_text(timeline: sections.Timeline, width: int = _TIMELINE_WIDTH) -> 
         first, last = (round(width * time / timeline.end) for time in (each.start, each.end))
         lines[each.row][first:last] = sign * (last - first)
     return "\n".join(f"stage {row}  {''.join(line)}" for row, line in enumerate(lines))
+
+
+def show_report(report: Report, html: str | None) -> None:
+    """Print a report, and write it as a page if `html` is a path."""
+    console = Console(highlight=False)
+    print_report(report, console)
+    if html is None:
+        return
+    try:
+        home_path(html).write_text(render_page(report), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be written: {error.strerror}", key="--html", found=html
+        ) from error
+    console.print(escape_controls(f"wrote {html}"), markup=False, soft_wrap=True)

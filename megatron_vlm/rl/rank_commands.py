@@ -7,8 +7,7 @@ from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from megatron_vlm.data.tensors.rows import batch_of, rows_of
-from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch, batch_of, rows_of
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.agreement import Signals

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.batches.hidden_pictures import black_patches, grey, hide_pictures, pixelated
+from megatron_vlm.data.batches.collate import black_patches, grey, hide_pictures, pixelated
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.rl.policy_update import PolicyUpdater, Values
 from megatron_vlm.rl.train_batch import (

@@ -29,10 +29,8 @@ from megatron_vlm.data.batches.balance import (
     plan_batch,
 )
 from megatron_vlm.data.batches.loader import BatchFigures
-from megatron_vlm.data.tensors.rows import batch_of, rows_of
-from megatron_vlm.data.tensors.tensor_batch import TensorBatch
-from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
-from megatron_vlm.data.tensors.tensor_list import TensorList
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch, batch_of, rows_of
+from megatron_vlm.data.tensors.tensor_list import TensorList, pack, unpack
 from megatron_vlm.data.tokens.row import GRID_OF, IGNORE, VISUAL_FIELDS, Row, join_parts, parts_of
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.episode import Episode, Group, Segment, pictures_of

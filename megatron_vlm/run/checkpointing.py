@@ -22,8 +22,7 @@ from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.lora.peft_folder import is_kind
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.progress import Progress
-from megatron_vlm.run.run_folder import RunLock, export_folders
-from megatron_vlm.run.saved_config import changed_since
+from megatron_vlm.run.run_folder import RunLock, changed_since, export_folders
 from megatron_vlm.training.data_fingerprint import Fingerprint
 from megatron_vlm.training.frozen_inputs import FrozenInput, changed_inputs, inputs_from_json
 from megatron_vlm.training.worker import MegatronWorker

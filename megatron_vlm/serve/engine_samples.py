@@ -30,9 +30,9 @@ from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.engines.sampler import Adapter, Capacity
 from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.serve.call_scheduler import PER_SWAP, FairQueue
 from megatron_vlm.serve.engine_weights import EngineWeights, SampleWeights
 from megatron_vlm.serve.failures import FullDisk, ended_session, failure_of
-from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,

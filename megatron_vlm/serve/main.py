@@ -3,14 +3,13 @@
 Rank 0 answers clients, and all ranks compute. The configuration is checked before any heavy import.
 """
 
-import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config
-from megatron_vlm.config.arguments import add_overrides, parse_arguments, read_configuration
+from megatron_vlm.config.arguments import rank_arguments
 from megatron_vlm.config.command_checks import check_serve
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import (
@@ -22,8 +21,7 @@ from megatron_vlm.distributed.process import (
 )
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.engines.engine_kinds import check_engine
-from megatron_vlm.run.run_folder import RunLock, held_folder
-from megatron_vlm.run.saved_config import saved_config, with_model
+from megatron_vlm.run.run_folder import RunLock, held_folder, saved_config, with_model
 from megatron_vlm.training.preflight import check_run
 from megatron_vlm.version import __version__
 
@@ -88,10 +86,8 @@ def _lead(cfg: Config, commands: "ModelCommands", claim: RunLock, opened: ExitSt
 
 def run_serve(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration, serve on this rank, and return its exit status."""
-    parser = argparse.ArgumentParser("python -m megatron_vlm.serve", allow_abbrev=False)
-    add_overrides(parser)
-    args = parse_arguments(parser, arguments)
-    cfg = load_config(args.overrides, read_configuration(args)[0])
+    args, file = rank_arguments(arguments, prog="python -m megatron_vlm.serve")
+    cfg = load_config(args.overrides, file)
     check_serve(cfg)
     check_engine(cfg, "serve")
     check_run(cfg)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported
-from megatron_vlm.data.tensors.rows import batch_of
+from megatron_vlm.data.tensors.tensor_batch import batch_of
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.rank0 import run_in_thread

@@ -14,7 +14,7 @@ from megatron_vlm.controller.worker_group import (
     cut,
     without_labels,
 )
-from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.data.tensors.tensor_batch import rows_of
 from megatron_vlm.data.tokens.completions import Pieces, SamplingSettings
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.training.generate import Decoder

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megatron_vlm.data.tensors.rows import batch_of
+from megatron_vlm.data.tensors.tensor_batch import batch_of
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, continue_row
 from megatron_vlm.family.spec import Tokens

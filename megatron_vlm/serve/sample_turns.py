@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 
 from megatron_vlm.controller.rank_worker import BrokenError
-from megatron_vlm.data.tensors.rows import batch_of
+from megatron_vlm.data.tensors.tensor_batch import batch_of
 from megatron_vlm.data.tokens.completions import Completion, Pieces
 from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.errors import MegatronVLMError

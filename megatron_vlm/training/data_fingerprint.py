@@ -8,8 +8,7 @@ from typing import Any
 
 from megatron_vlm.config.data_sources import WITHOUT_EFFECT
 from megatron_vlm.config.schema import Config, DataConfig
-from megatron_vlm.data.batches.dataset import DataSet
-from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.data.batches.dataset import DataSet, StreamSet
 from megatron_vlm.hf.checkpoint_files import settings_digests
 from megatron_vlm.io.hub import folder_of
 

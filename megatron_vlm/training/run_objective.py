@@ -11,9 +11,12 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.training.losses import Objective, Totals, loss_of, totals
-from megatron_vlm.training.preference_step import PreferenceObjective
-from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective
 from megatron_vlm.training.row_losses import bradley_terry
+from megatron_vlm.training.row_objectives import (
+    EmbeddingObjective,
+    PreferenceObjective,
+    RerankObjective,
+)
 from megatron_vlm.training.stage_inputs import StageInput
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 

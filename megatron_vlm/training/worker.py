@@ -21,8 +21,7 @@ from megatron_vlm.config.trainable import Exported, export_of
 from megatron_vlm.data.batches.collate import cut_micro_batches
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.media.pixel_tables import PixelTables
-from megatron_vlm.data.tensors.rows import rows_of
-from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch, rows_of
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.device import Platform, pick_platform

@@ -39,7 +39,7 @@ from tests.support.limits import files_of_at_most
 from tests.support.pool import Pool
 from tests.support.process_tree import ProcessTree
 from tests.support.runs import Case, my_rows, refusal
-from tests.support.suites import quick, slow
+from tests.support.suites import in_turn, quick, slow
 
 pytestmark = [
     pytest.mark.newest,  # it depends on the versions
@@ -189,7 +189,7 @@ def straight(process_tree, tiny, tmp_path_factory):
     own_pool.close()
 
 
-@pytest.mark.parametrize("name", quick(["dp2-bf16", "tp2-pp2"], CASES))
+@pytest.mark.parametrize("name", quick(["dp2-bf16", "tp2-pp2"], CASES, in_turn(8, "resumed")))
 def test_resumed_is_bit_for_bit_the_run_without_a_break(name, straight, pool, tiny, tmp_path):
     (case, sizes), (run, figures) = CASES[name], straight(name)
     assert find_latest(run) == step_folder(run, 3)
@@ -212,6 +212,7 @@ def go_in_buckets(path: str, case: Case, part: Part) -> list[tuple[float, float]
 
 
 @pytest.mark.full
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_offload_changes_no_bit(name, straight, pool, tiny, tmp_path):
     """A run with offload, and one that resumes it without, equal the run on the device alone."""
@@ -257,7 +258,7 @@ TO_ANOTHER = {
 }
 
 
-@pytest.mark.parametrize("name", quick(["dp2-bf16", "tp2-pp2"], TO_ANOTHER))
+@pytest.mark.parametrize("name", quick(["dp2-bf16", "tp2-pp2"], TO_ANOTHER, in_turn(8, "moved")))
 def test_another_layout_holds_the_same_bits(name, straight, pool, tiny, tmp_path):
     case, sizes = TO_ANOTHER[name], CASES[name][1]
     before = step_folder(straight(name)[0], 3)

@@ -25,7 +25,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.printable import short_name, size_text
-from megatron_vlm.planner.first_batches import plan_steps
+from megatron_vlm.planner.auto_layout import plan_steps
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import StageMemory
 from megatron_vlm.planner.search import RunPlan

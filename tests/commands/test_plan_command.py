@@ -33,7 +33,7 @@ from megatron_vlm.report.terminal import timeline_text
 from tests.support.error_fields import raises
 from tests.support.report_facts import Page, check_self_contained
 from tests.support.sets import write_set
-from tests.support.suites import full, quick
+from tests.support.suites import full, in_turn, quick
 from tests.support.tables import in_one_test
 
 GIB = 2**30
@@ -102,7 +102,7 @@ FIXED = {
 QUICK = ("parallel.tp=4", "parallel.pp=2 parallel.layers_per_stage=[10,26]")
 
 
-@pytest.mark.parametrize("words", quick(QUICK, FIXED))
+@pytest.mark.parametrize("words", quick(QUICK, FIXED, in_turn(3, "fixed keys")))
 def test_with_auto_keys_that_are_given_stay(eight, words):
     what = question(eight, 8, 141, "parallel=auto", *words.split())
     layouts = rank_layouts(*what)

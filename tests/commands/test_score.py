@@ -19,9 +19,8 @@ import torch
 from megatron_vlm.cli import main
 from megatron_vlm.commands.score import run_score
 from megatron_vlm.data.media.pixel_tables import PixelTables
-from megatron_vlm.data.scores.score_file import RecordScore, ScoreFile
+from megatron_vlm.data.scores.score_file import RecordScore, ScoreFile, ScoreLookup, lump_tail
 from megatron_vlm.data.scores.score_index import ScoreIndex, read_complete
-from megatron_vlm.data.scores.score_lookup import ScoreLookup, lump_tail
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.distributed.process import run_guarded

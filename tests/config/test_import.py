@@ -11,8 +11,8 @@ from megatron_vlm.cli import main
 from megatron_vlm.commands.import_config.command import read_source, translated_text
 from megatron_vlm.config import ConfigFile, load_config
 from megatron_vlm.config.checks import check_training
+from megatron_vlm.config.command_checks import check_used
 from megatron_vlm.config.schema import Config, get
-from megatron_vlm.config.unused_keys import check_used
 from megatron_vlm.errors import ConfigError
 from tests.support.error_fields import raises
 from tests.support.suites import quick

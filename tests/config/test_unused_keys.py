@@ -4,8 +4,8 @@
 import pytest
 
 from megatron_vlm.config import load_config, to_yaml
+from megatron_vlm.config.command_checks import check_used
 from megatron_vlm.config.config_file import ConfigFile
-from megatron_vlm.config.unused_keys import check_used
 from megatron_vlm.errors import ConfigError
 from tests.support.error_fields import raises
 from tests.support.tables import in_one_test

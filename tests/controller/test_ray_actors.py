@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.controller import WorkerError, WorkerGroup
-from megatron_vlm.data.tensors.rows import batch_of
+from megatron_vlm.data.tensors.tensor_batch import batch_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError
 from tests.controller.test_worker_group import ODD, TOLERANCE, check_same, in_turn, run_in_turn

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megatron_vlm.controller import WorkerError, WorkerGroup, local_group
 from megatron_vlm.controller.worker_group import cut, filled_rows, without_labels
-from megatron_vlm.data.tensors.rows import batch_of
-from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch, batch_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import IGNORE, Row

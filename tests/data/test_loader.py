@@ -25,8 +25,7 @@ from megatron_vlm.data.tokens import reader as reading
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.qwen import model as qwen
-from megatron_vlm.training.broadcast import share_batch
-from megatron_vlm.training.data_feed import SharedBatches
+from megatron_vlm.training.data_feed import SharedBatches, share_batch
 from megatron_vlm.training.lr_schedule import total_steps
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
-from megatron_vlm.data.tensors.tensor_bytes import DTYPES
-from megatron_vlm.data.tensors.tensor_list import TensorList
+from megatron_vlm.data.tensors.tensor_list import DTYPES, TensorList
 from megatron_vlm.errors import DataError
 
 NUM_ROWS = 5

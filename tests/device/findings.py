@@ -44,7 +44,7 @@ _PHASES = {
     ("training/optimizer.py", "finalize_grads"): Phase.step,
     ("megatron_vlm/training/worker.py", "optim_step"): Phase.optimizer,
     ("megatron_vlm/training/worker.py", "forward_backward"): Phase.step,
-    ("training/broadcast.py", "share_batch"): Phase.sharing,
+    ("training/data_feed.py", "share_batch"): Phase.sharing,
 }
 
 

@@ -18,7 +18,7 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.process import MISTAKE
 from megatron_vlm.model import fused_ops
-from megatron_vlm.training.broadcast import share_batch
+from megatron_vlm.training.data_feed import share_batch
 from megatron_vlm.training.worker import MegatronWorker
 from tests.device.emulator import CUDA, emulated
 from tests.device.findings import Finding, Kind, Phase

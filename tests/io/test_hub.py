@@ -29,7 +29,7 @@ from megatron_vlm.hf.export_folder import check_push, push
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.atomic import write_mark
 from megatron_vlm.io.hub import HubName, folder_of, hub_name, pin
-from megatron_vlm.run.saved_config import saved_config, with_commit, with_model
+from megatron_vlm.run.run_folder import saved_config, with_commit, with_model
 from tests.run.test_train import command, outside_of_jobs, run_rank, steps_of
 from tests.support.chats import say, text
 from tests.support.error_fields import raises

@@ -13,9 +13,9 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.family.gemma4.model import gemma4_sizes
 from megatron_vlm.family.spec import Tokens
 from megatron_vlm.model import flash_windows
+from megatron_vlm.model.attention import window_mask
 from megatron_vlm.model.attention_kernels import AttentionShape, as_added, attend, choose_kernels
 from megatron_vlm.model.flash_windows import PictureTokens, Window, window_attention
-from megatron_vlm.model.windowed_attention import window_mask
 from tests.support import varlen
 from tests.support.flash_attention4 import flash_attention4
 from tests.support.gemma4 import IMAGE, VIDEO, TinyGemma4

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from megatron_vlm.data.tokens.completions import SamplingSettings
 from megatron_vlm.data.tokens.row import continue_row
-from megatron_vlm.model import windowed_attention
+from megatron_vlm.model import attention
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import TOLERANCE, errors, layout
 from tests.support import varlen
@@ -114,8 +114,8 @@ def flash_alone() -> Iterator[None]:
     varlen.register()
     never = mock.Mock(side_effect=AssertionError("a mask was made"))
     with (
-        mock.patch.object(windowed_attention, "takes_lengths", lambda _: True),
-        mock.patch.object(windowed_attention, "window_mask", never),
+        mock.patch.object(attention, "takes_lengths", lambda _: True),
+        mock.patch.object(attention, "window_mask", never),
     ):
         yield
 
@@ -149,7 +149,7 @@ def with_every_mask(path: str, specs: Any) -> tuple[Outcome, Outcome]:
     """Return the outcomes of rows as they are, and with a mask where none is needed."""
     rows = make_rows(specs)
     plain = loss_and_grads(path, layout(), rows)
-    masked = mock.patch.object(windowed_attention, "needs_mask", lambda *_: True)
+    masked = mock.patch.object(attention, "needs_mask", lambda *_: True)
     with masked:
         return plain, loss_and_grads(path, layout(), rows)
 

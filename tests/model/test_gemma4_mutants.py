@@ -16,15 +16,15 @@ from megatron_vlm.family.gemma4 import layer_kinds as layers
 from megatron_vlm.family.gemma4 import model as family
 from megatron_vlm.family.gemma4 import tower
 from megatron_vlm.model import (
+    attention,
     decoder_layer,
+    experts,
     fused_ops,
     layer_specs,
     log_probs,
-    normed_mlp,
     rope,
     stage_model,
 )
-from megatron_vlm.model import windowed_attention as attention
 from megatron_vlm.model.log_probs import Products
 from megatron_vlm.model.router import route
 from megatron_vlm.training.worker import MegatronWorker
@@ -213,7 +213,7 @@ def router_behind_the_norm(right: Any) -> Any:
         def wrong(_: Tensor, *given: Any) -> Any:
             return route(self.input_norm(hidden) * scale, *given)
 
-        with mock.patch.object(normed_mlp, "route", wrong):
+        with mock.patch.object(experts, "route", wrong):
             return right(self, hidden, routing)
 
     return mix
@@ -266,9 +266,9 @@ MUTANTS: dict[str, Mutant] = {
 }
 OF_EXPERTS: dict[str, Mutant] = {
     "router behind the experts' norm": replaced(
-        normed_mlp.MLPBesideExperts, "mix", router_behind_the_norm
+        experts.MLPBesideExperts, "mix", router_behind_the_norm
     ),
-    "no scale of experts": replaced(normed_mlp.MLPBesideExperts, "mix", without_expert_scale),
+    "no scale of experts": replaced(experts.MLPBesideExperts, "mix", without_expert_scale),
 }
 ONE_TOO_FEW = replaced(
     attention, "needs_mask", lambda right: lambda tokens, *rest: right(tokens - 1, *rest)

@@ -16,7 +16,7 @@ from megatron_vlm.config.trainable import extra_head
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
-from megatron_vlm.model import windowed_attention
+from megatron_vlm.model import attention
 from megatron_vlm.model.attention_kernels import as_added
 from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.model.offload_activations import OffloadPass
@@ -116,7 +116,7 @@ def kept_bytes(worker: MegatronWorker, given: Sequence[Row]) -> tuple[int, int]:
     [batch] = worker.stage.arrivals([host], chunk)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     # A pass keeps its masks, also those of layers that are recomputed.
-    masks = mock.patch.object(windowed_attention, "as_added", lambda *given: pack(as_added(*given)))
+    masks = mock.patch.object(attention, "as_added", lambda *given: pack(as_added(*given)))
     with hooks, masks, mock.patch.object(OffloadPass, "_pack", watch):
         worker.stage.predict(chunk, batch)
     return sum(storage.nbytes() for storage in storages.values()), sum(stored.values())

@@ -35,8 +35,8 @@ from megatron_vlm.report.metrics_lines import (
 )
 from megatron_vlm.report.picture_uri import preview_uri
 from megatron_vlm.report.run import read_report, write_report
-from megatron_vlm.report.run.comparison import differences
 from megatron_vlm.report.run.metrics_arrays import read_metrics
+from megatron_vlm.report.run.page import differences
 from megatron_vlm.report.sections import CardPages, Note, Table, is_picture_uri
 from tests.support.error_fields import raises
 from tests.support.report_facts import Facts, Page, check_self_contained, colour, in_a_browser, walk

@@ -403,6 +403,7 @@ SELF_TAUGHT = ["teacher.path=self", f"teacher.view={TASKS}:itself"]
 
 
 @pytest.mark.full
+@pytest.mark.rotate(1)
 @pytest.mark.parametrize("name", ["0", "2", "self"])
 def test_a_teacher_that_is_the_student_teaches_nothing(pool, folder, model, name):
     more = ["optim.weight_decay=0", f"teacher.top_k={name if name == '2' else 'null'}"]

@@ -533,7 +533,9 @@ def test_what_is_averaged_over_scales_the_gradient(pool, folder, model):
     assert norms["constant"] / norms["tokens"] == pytest.approx(share, rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", [*map(full, ("gspo", "cispo", "ppo"))])
+@pytest.mark.full
+@pytest.mark.rotate(1)
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "ppo"])
 def test_several_updates_of_one_step_clip(pool, folder, model, loss):
     more = [f"rl.loss={loss}", "rl.updates=3", "optim.lr=1e-2", "rl.aggregate=sequences", *LEAN]
     run = learnt(pool, 1, folder, model, f"updates-{loss}", *more, "train.steps=2")

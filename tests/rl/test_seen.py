@@ -18,7 +18,7 @@ from megatron_vlm.config.command_checks import check_rl
 from megatron_vlm.config.load import load_config
 from megatron_vlm.config.schema import Config, EngineConfig, RlConfig, TeacherConfig
 from megatron_vlm.data.batches.balance import WorkModel
-from megatron_vlm.data.batches.hidden_pictures import black_patches, pixelated
+from megatron_vlm.data.batches.collate import black_patches, pixelated
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import ConfigError

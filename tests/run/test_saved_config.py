@@ -11,7 +11,7 @@ from megatron_vlm.config import ConfigFile, load_config, read_saved, to_yaml
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.atomic import write_mark
 from megatron_vlm.report.metrics_lines import StartLine, to_json
-from megatron_vlm.run.saved_config import changes, saved_config
+from megatron_vlm.run.run_folder import changes, saved_config
 from tests.support.error_fields import raises
 from tests.support.sets import write_set
 

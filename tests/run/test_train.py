@@ -24,7 +24,7 @@ from megatron_vlm.config import load_config
 from megatron_vlm.distributed.agreement import Signals
 from megatron_vlm.distributed.process import run_guarded
 from megatron_vlm.run import progress
-from megatron_vlm.run.saved_config import check_unnamed
+from megatron_vlm.run.run_folder import check_unnamed
 from megatron_vlm.train import run_train
 from tests.support.chats import picture, say, text
 from tests.support.sets import write_set

@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from megatron_vlm.serve.fair_queue import FORGOTTEN_S, MANY, FairQueue
+from megatron_vlm.serve.call_scheduler import FORGOTTEN_S, MANY, FairQueue
 from megatron_vlm.serve.journal.journal_records import Call
 
 _numbers = count(1)

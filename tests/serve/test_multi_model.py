@@ -16,9 +16,9 @@ import pytest
 from megatron_vlm.config.schema import Config, ParallelConfig, TrainConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
-from megatron_vlm.serve.call_runner import run_each
 from megatron_vlm.serve.call_scheduler import FULL, TOGETHER, CallBatcher
 from megatron_vlm.serve.journal.journal_records import Call, Changes, Failure, Outcome
+from megatron_vlm.serve.service import run_each
 from tests.serve.test_serve import PROMPTS, STEPS, VOCAB, data_of
 from tests.support.pool import free_port
 from tests.support.serve_client import (

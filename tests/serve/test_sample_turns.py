@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import Config, EngineConfig
-from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.data.tensors.tensor_batch import rows_of
 from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.distributed.dims import ParallelDims

@@ -13,7 +13,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.distributed.launch.launch import ray_address
 from megatron_vlm.engines.vllm_process import _environment
-from megatron_vlm.io.scratch import scratch_folder
+from megatron_vlm.io.atomic import scratch_folder
 
 
 class Work:

@@ -17,6 +17,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=SLOW)
 
 
+def in_turn(size: int, group: str) -> list[Any]:
+    """Return the marks of cases of which each commit plays so many in `make test-full`."""
+    return [FULL, pytest.mark.rotate(size, group=group)]
+
+
 def quick(chosen: Collection[Any], cases: Iterable[Any], rest: Any = FULL) -> list[Any]:
     """Return the cases. `make test` plays the chosen ones, and the others have the mark `rest`."""
     cases = list(cases)

@@ -19,6 +19,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.comparison import same
 from tests.support.runs import Case, call, collect_grads, my_rows
+from tests.support.suites import in_turn
 
 DIVISOR = 7.0
 # Relative difference (norm over norm) between one call and three, which sum in another order. The
@@ -54,7 +55,7 @@ CASES = {
 }
 LAST = ("tp2-dp2-overlap", "ep2-plain-optimizer", "dp2-plain-optimizer", "language-frozen")
 MARKS = {"dp2": (), **dict.fromkeys(LAST, pytest.mark.slow)}
-PARAMS = [pytest.param(name, marks=MARKS.get(name, pytest.mark.full)) for name in CASES]
+PARAMS = [pytest.param(name, marks=MARKS.get(name, in_turn(3, "added up"))) for name in CASES]
 
 
 def grads_of(worker: MegatronWorker, *parts: list[Row]) -> dict[str, Tensor]:

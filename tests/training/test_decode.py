@@ -24,7 +24,7 @@ from tests.model.test_parity import TOLERANCE, layout
 from tests.support.batches import MIXED, SHALLOW, RowSpec, make_rows, token_ids
 from tests.support.reference import inputs_of, load_reference, row_log_probs
 from tests.support.runs import Case, call, my_rows
-from tests.support.suites import FULL, quick
+from tests.support.suites import FULL, in_turn, quick
 
 pytestmark = pytest.mark.newest  # it depends on the versions
 
@@ -158,7 +158,9 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", quick(("1x1x1", "tp2-pp2", "qwen3_5-tp2-pp2"), CASES))
+@pytest.mark.parametrize(
+    "name", quick(("1x1x1", "tp2-pp2", "qwen3_5-tp2-pp2"), CASES, in_turn(3, "decoded"))
+)
 def test_equals_hugging_face(name, pool, checkpoint, reference):
     """Eight mixed rows run in batches of 3, 3 and 2, several at a time with PP. Some of them run
     again, so that any state left behind would show."""

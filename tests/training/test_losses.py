@@ -14,14 +14,13 @@ from torch import Tensor
 
 from megatron_vlm.controller.torchrun import local_group
 from megatron_vlm.data.batches.collate import cut_micro_batches
-from megatron_vlm.data.tensors.rows import batch_of, rows_of
-from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch, batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.data.tokens.row import COLUMNS, IGNORE, Row, RowColumn
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.qwen.model import mrope_positions
 from megatron_vlm.family.spec import Tokens
-from megatron_vlm.training.broadcast import share_batch
+from megatron_vlm.training.data_feed import share_batch
 from megatron_vlm.training.losses import Objective, register
 from megatron_vlm.training.stage_inputs import StageInput
 from megatron_vlm.training.token_losses import generalized_jsd

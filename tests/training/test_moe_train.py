@@ -17,7 +17,7 @@ import torch
 from megatron_vlm.checkpoint.run_checkpoints import step_folder
 from megatron_vlm.controller import WorkerGroup, local_group
 from megatron_vlm.controller.worker_group import cut, filled_rows
-from megatron_vlm.data.tensors.rows import batch_of, rows_of
+from megatron_vlm.data.tensors.tensor_batch import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError
 from megatron_vlm.model import experts, router

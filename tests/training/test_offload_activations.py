@@ -10,7 +10,7 @@ from tests.model.test_parity import layout
 from tests.support.batches import MIXED, SHALLOW, make_rows
 from tests.support.comparison import same
 from tests.support.runs import Case, collect_grads, my_rows
-from tests.support.suites import quick
+from tests.support.suites import in_turn, quick
 
 WIDE = {"hidden": 128, "heads": 8, "intermediate": 256}
 
@@ -70,7 +70,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", quick(("1", "selective-half", "pp2x2"), CASES))
+@pytest.mark.parametrize(
+    "name", quick(("1", "selective-half", "pp2x2"), CASES, in_turn(5, "offload"))
+)
 def test_gradients_have_the_same_bits(name, pool, tiny):
     case, sizes, share = CASES[name]
     for rank in pool.run(compare, case.world, tiny(**{**WIDE, **sizes}), case, share):

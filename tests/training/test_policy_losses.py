@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.controller import local_group
-from megatron_vlm.data.tensors.rows import batch_of
+from megatron_vlm.data.tensors.tensor_batch import batch_of
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.rl.policy_update import importance_weights

@@ -45,9 +45,9 @@ from megatron_vlm.training.frozen_inputs import (
     frozen_inputs,
     inputs_from_json,
 )
-from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.reference import with_reference
 from megatron_vlm.training.row_losses import GLOBAL_LOSSES, PAIR_LOSSES, Pairs, kto
+from megatron_vlm.training.row_objectives import PreferenceObjective
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.commands.test_score import records_of, score

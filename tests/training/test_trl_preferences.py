@@ -20,8 +20,8 @@ from megatron_vlm.config.objective_configs import PreferenceConfig, RewardConfig
 from megatron_vlm.config.schema import Config, DataConfig, TrainConfig
 from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.training.losses import Objective
-from megatron_vlm.training.preference_step import PreferenceObjective, loss_function, surrogates
 from megatron_vlm.training.row_losses import GLOBAL_LOSSES, bradley_terry
+from megatron_vlm.training.row_objectives import PreferenceObjective, loss_function, surrogates
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.support.chats import image, say, text

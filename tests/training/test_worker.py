@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.tensors.rows import rows_of
-from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch, rows_of
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import DataError
 from megatron_vlm.report.run_overview import StageReport, stage_reports
-from megatron_vlm.training.broadcast import share_batch
+from megatron_vlm.training.data_feed import share_batch
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout

@@ -23,8 +23,7 @@ from megatron_vlm.config.evaluation_checks import answer_metrics, loss_scores, m
 from megatron_vlm.config.objectives import records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.data_warnings import Remarks
-from megatron_vlm.data.batches.dataset import DataSet, open_data, with_scores
-from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.data.batches.dataset import DataSet, StreamSet, open_data, with_scores
 from megatron_vlm.distributed.device import Platform, count_gpus, host_memory_total, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
@@ -37,8 +36,13 @@ from megatron_vlm.io.printable import escape_controls, size_text
 from megatron_vlm.lora import targets
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_backend, check_config
-from megatron_vlm.planner.auto_layout import machine_of_gpu, needs_planning, plan_layout
-from megatron_vlm.planner.first_batches import plan_run, plan_steps
+from megatron_vlm.planner.auto_layout import (
+    machine_of_gpu,
+    needs_planning,
+    plan_layout,
+    plan_run,
+    plan_steps,
+)
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import USABLE, check_offload
 from megatron_vlm.planner.parameters import count
@@ -57,8 +61,8 @@ from megatron_vlm.run.checkpointing import changed_rows, check_unused
 from megatron_vlm.run.evaluation.evaluate import read_candidates
 from megatron_vlm.run.evaluation.held_out_sets import describe_split, first_samples
 from megatron_vlm.run.progress import Progress
-from megatron_vlm.run.saved_config import with_model
-from megatron_vlm.run.start import length_of
+from megatron_vlm.run.run import length_of
+from megatron_vlm.run.run_folder import with_model
 from megatron_vlm.run.wandb_login import wandb_mode
 from megatron_vlm.training.data_fingerprint import fingerprint
 from megatron_vlm.training.lr_schedule import total_steps

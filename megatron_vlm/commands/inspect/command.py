@@ -21,8 +21,8 @@ from megatron_vlm.data.batches.dataset import DataSet, NoSampleError, open_data
 from megatron_vlm.data.tokens.index import unknown_keys_error
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.report.show_report import show_report
-from megatron_vlm.run.saved_config import with_model
+from megatron_vlm.report.terminal import show_report
+from megatron_vlm.run.run_folder import with_model
 
 _IN_TERMINAL = 3
 _ON_PAGE = 50

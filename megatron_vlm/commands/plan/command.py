@@ -16,8 +16,8 @@ from megatron_vlm.planner.advice import fitting_sets, rank_layouts, switch_costs
 from megatron_vlm.planner.hardware import gpu
 from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.planner.search import Cluster
-from megatron_vlm.report.show_report import show_report
-from megatron_vlm.run.saved_config import with_model
+from megatron_vlm.report.terminal import show_report
+from megatron_vlm.run.run_folder import with_model
 
 SHOWN = 8
 

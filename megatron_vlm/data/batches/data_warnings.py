@@ -6,8 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.batches.dataset import DataSet
-from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.data.batches.dataset import DataSet, StreamSet
 from megatron_vlm.data.tokens.boxes_as_text import box_of_parts
 from megatron_vlm.errors import DataError
 

@@ -1,15 +1,17 @@
-"""An ordered set of samples, taken from all sources of data.train or of one evaluation set."""
+"""An ordered set of samples, taken from all sources of data.train or of one evaluation set, and
+StreamSet: samples of a stream, encoded while they are read."""
 
 import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import IterableDataset
 
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.objective_configs import RecordKind
@@ -18,24 +20,152 @@ from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.config.teachers import target_folder
 from megatron_vlm.data.batches.balance import RowSize, WorkModel
 from megatron_vlm.data.batches.order import Order, Position, choose_held_out, order_of_all
-from megatron_vlm.data.batches.stream_set import StreamSet
-from megatron_vlm.data.scores.score_lookup import ReferenceScores, TeacherTargets
+from megatron_vlm.data.scores.score_file import ReferenceScores, TeacherTargets
+from megatron_vlm.data.sources.arrow_tables import root_cause
 from megatron_vlm.data.sources.source import Source, open_source
-from megatron_vlm.data.sources.stream import open_stream
+from megatron_vlm.data.sources.stream import Stream, StreamRecord, open_stream
 from megatron_vlm.data.tokens.index import Index, build_index, check_errors
 from megatron_vlm.data.tokens.reader import Reader, make_encoder, make_reader
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.data.tokens.sample import Example, rules_and_remedy
+from megatron_vlm.data.tokens.sample import Example, RecordDropped, rules_and_remedy
 from megatron_vlm.data.tokens.sample_views import ShownSample, show_example
+from megatron_vlm.data.worker_processes import map_in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.io.atomic import scratch_folder
 from megatron_vlm.io.printable import escape_controls
-from megatron_vlm.io.scratch import scratch_folder
 from megatron_vlm.io.untrusted import home_path
 
 log = logging.getLogger("megatron_vlm.data")
 
 Handle = tuple[int, int]  # (source, sample)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A record on its way to the process that decodes its pixels."""
+
+    raw: Any
+    where: str
+    example: Example
+    passed: tuple[str, ...] = ()  # keys of the record that are not used
+
+
+# The place of a record, the state of the stream after it (empty if no record can follow), and the
+# result of encoding it.
+Outcome = tuple[str, dict[str, Any], Item | RecordDropped | DataError]
+
+
+@dataclass
+class StreamSet:
+    """The samples of a stream, as the loader takes them."""
+
+    stream: Stream
+    reader: Reader
+    cfg: DataConfig
+    work: WorkModel
+    dropped: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    cut: int = 0  # records that data.truncation has cut so far
+    passed: set[str] = field(default_factory=set)  # unused keys that were already reported
+    known_ahead = False
+    length = None
+
+    @property
+    def name(self) -> str:
+        return self.stream.name
+
+    def epoch(self, start: Position) -> Iterator[tuple[Item, RowSize, Position]]:
+        """Yield the rest of an epoch: each sample, its size and the position after it."""
+        taken = start.taken
+        records = _EncodedRecords(self.stream, self.reader, start)
+        # At most one process reads: with more, the order would depend on their number.
+        for where, state, outcome in map_in_processes(
+            records, None, min(self.cfg.num_workers, 1), 64
+        ):
+            if isinstance(outcome, RecordDropped):
+                self.dropped[str(outcome)] += 1
+                log.info("dropped %s: %s", escape_controls(where), outcome)
+            elif isinstance(outcome, DataError):
+                if not (self.cfg.max_errors and state):
+                    raise outcome
+                self.errors.append(str(outcome))
+                log.warning("skipped %s", escape_controls(str(outcome)))
+                check_errors(self.errors, self.cfg)
+            else:
+                taken += 1
+                self.cut += any(sample.is_cut for sample in outcome.example)
+                self._say_passed(outcome)
+                yield (
+                    outcome,
+                    self.work.example_size(outcome.example),
+                    Position(start.epoch, taken, state),
+                )
+        if not taken:
+            raise _none_left(self.dropped, self.errors, place=self.name)
+
+    def _say_passed(self, item: Item) -> None:
+        """Warn of unused keys where they first appear: a stream cannot know them before."""
+        new_keys = [key for key in item.passed if key not in self.passed]
+        if new_keys and self.cfg.unknown_keys == "warn":
+            names = ", ".join(repr(key[:80]) for key in new_keys)
+            log.warning(
+                "%s: the model does not see %s: its meaning is not known here; "
+                "data.unknown_keys=refuse makes it an error, ignore silences this warning",
+                escape_controls(item.where),
+                escape_controls(names),
+            )
+        self.passed.update(new_keys)
+
+    def rows(self, handle: Item) -> list[Row]:
+        """Return the rows of the sample with their pixels."""
+        return self.reader.rows(handle.raw, handle.where, handle.example)
+
+    def example(self, handle: Item) -> Example:
+        """Return the rows of the sample without their pixels."""
+        return handle.example
+
+    def reference(self, handle: Item) -> None:
+        """Return nothing: a stream's samples are not known before they are trained."""
+
+    def faults(self) -> tuple[Counter[str], list[str]]:
+        """Return the number of samples that each rule dropped so far, and the errors of others."""
+        return self.dropped, self.errors
+
+
+@dataclass
+class _EncodedRecords(IterableDataset[Outcome]):
+    """The encoded records of an epoch from a position on, for a worker process."""
+
+    stream: Stream
+    reader: Reader
+    start: Position
+
+    def __iter__(self) -> Iterator[Outcome]:
+        # Errors are yielded: a DataLoader would wrap the message of a raised error.
+        where = "its beginning"
+        records = iter(self.stream.records(self.start.epoch, self.start.stream))
+        while True:
+            try:
+                record = next(records)
+            except StopIteration:
+                return
+            except Exception as error:  # networks, file systems and damaged files fail in many ways
+                why = f"cannot be read any further after {where}: {root_cause(error)}"
+                broken = DataError(why, place=self.stream.name)
+                yield where, {}, error if isinstance(error, DataError) else broken
+                return
+            where = record.where
+            yield where, record.state, self._encode(record)
+
+    def _encode(self, record: StreamRecord) -> Item | RecordDropped | DataError:
+        try:
+            raw = record.raw()
+            passed = Counter[str]()
+            example = self.reader.encode_example(raw, record.where, passed)
+            return Item(raw, record.where, example, tuple(passed))
+        except (RecordDropped, DataError) as reason:
+            return reason
 
 
 @dataclass(frozen=True)
@@ -206,18 +336,19 @@ def open_data(
             log.warning("skipped %s", escape_controls(error))
     check_errors(data.faults()[1], cfg)
     if not len(order):
-        dropped, errors = data.faults()
-        rules, remedy = rules_and_remedy(dropped)
-        raise NoSampleError(
-            f"has no sample left: {dropped.total()} were dropped{rules}, and {len(errors)} were "
-            "wrong",
-            data=data,
-            key=key,
-            remedy=remedy,
-        )
+        raise _none_left(*data.faults(), data=data, key=key)
     if kind == "label" and train:
         _check_labels(indexes, key)
     return data
+
+
+def _none_left(dropped: Counter[str], errors: Sequence[str], **fields: Any) -> NoSampleError:
+    rules, remedy = rules_and_remedy(dropped)
+    return NoSampleError(
+        f"has no sample left: {dropped.total()} were dropped{rules}, and {len(errors)} were wrong",
+        remedy=remedy,
+        **fields,
+    )
 
 
 def _check_labels(indexes: Sequence[Index], key: str) -> None:

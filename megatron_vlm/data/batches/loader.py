@@ -1,5 +1,5 @@
 """Loader: the micro-batches of each step, which worker processes decode in advance. One process of
-a replica loads, and `training/broadcast.py` sends its micro-batches to the others. Sizes alone
+a replica loads, and `training/data_feed.py` sends its micro-batches to the others. Sizes alone
 decide which rows come next, so loaders need not communicate, and a resumed run only goes on
 counting."""
 

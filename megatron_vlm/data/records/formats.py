@@ -15,15 +15,16 @@ from megatron_vlm.data.records.record import (
     EncodedRecord,
     ImageChunk,
     Record,
+    check_lone_marks,
     is_empty,
     is_list,
     parse_text,
+    place_media,
     require_object,
     require_record,
     text_of,
     weight_of,
 )
-from megatron_vlm.data.records.record_media import check_lone_marks, place_media
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep
 

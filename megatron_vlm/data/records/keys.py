@@ -12,6 +12,8 @@ from typing import Any, Self
 import PIL.Image
 
 from megatron_vlm.data.records.record import (
+    IMAGE_OPTIONS,
+    VIDEO_OPTIONS,
     Image,
     Record,
     Video,
@@ -20,7 +22,6 @@ from megatron_vlm.data.records.record import (
     require_object,
     single_value,
 )
-from megatron_vlm.data.records.record_media import IMAGE_OPTIONS, VIDEO_OPTIONS
 from megatron_vlm.errors import DataError
 
 # These keys have a meaning in some format, here or elsewhere, that changes what is learnt.

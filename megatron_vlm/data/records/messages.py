@@ -10,29 +10,27 @@ import PIL.Image
 
 from megatron_vlm.data.records.keys import Fields, Keys
 from megatron_vlm.data.records.record import (
+    AWAITED_IMAGE,
+    AWAITED_VIDEO,
+    IMAGE_OPTIONS,
+    VIDEO_OPTIONS,
     ChatMessage,
     Image,
     Part,
     Video,
     both_given,
     dicts,
+    image_options,
     is_empty,
     is_list,
+    join_options,
     kind_of,
     parse_text,
     require_list,
     require_object,
     text_of,
-    weight_of,
-)
-from megatron_vlm.data.records.record_media import (
-    AWAITED_IMAGE,
-    AWAITED_VIDEO,
-    IMAGE_OPTIONS,
-    VIDEO_OPTIONS,
-    image_options,
-    join_options,
     video_options,
+    weight_of,
 )
 from megatron_vlm.errors import DataError
 

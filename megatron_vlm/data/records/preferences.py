@@ -9,6 +9,7 @@ from typing import Any
 from megatron_vlm.data.records.formats import as_turns
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.record import (
+    MARKS,
     ChatMessage,
     Conversation,
     Image,
@@ -21,7 +22,6 @@ from megatron_vlm.data.records.record import (
     is_list,
     require_record,
 )
-from megatron_vlm.data.records.record_media import MARKS
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile
 

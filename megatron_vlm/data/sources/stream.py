@@ -17,7 +17,7 @@ from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.sources import source
 from megatron_vlm.data.sources.arrow_tables import find_data, root_cause, table_row
 from megatron_vlm.data.sources.columns import FieldNames, check_columns_exist, parse_cells
-from megatron_vlm.data.sources.tar import join_members
+from megatron_vlm.data.sources.source import join_members
 from megatron_vlm.data.sources.text_files import suffix_of, too_large_error
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import UntrustedFile

@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow
 
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.atomic import replaced_file
-from megatron_vlm.io.scratch import scratch_folder
+from megatron_vlm.io.atomic import replaced_file, scratch_folder
 from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 _log = logging.getLogger("megatron_vlm.data")

@@ -35,8 +35,8 @@ from megatron_vlm.distributed.process import (
     new_secret,
     print_to_user,
 )
+from megatron_vlm.io.atomic import scratch_folder
 from megatron_vlm.io.parent import signal_when_parent_dies
-from megatron_vlm.io.scratch import scratch_folder
 
 STOP_S = 5.0  # time for the ranks to end after a second Ctrl-C, and after they were killed
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import UntrustedFile, real_path
 from megatron_vlm.report.html import render_page
-from megatron_vlm.report.run.comparison import comparison_report
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, read_metrics
-from megatron_vlm.report.run.page import run_report
+from megatron_vlm.report.run.page import comparison_report, run_report
 from megatron_vlm.report.sections import Report
 
 _MAX_CONFIG_BYTES = 2**20

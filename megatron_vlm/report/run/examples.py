@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 from megatron_vlm.report import sections
-from megatron_vlm.report.metrics_lines import Example, Examples, ExampleTurn, is_right, strings_of
+from megatron_vlm.report.metrics_lines import Example, Examples, ExampleTurn, is_right
 
 _MAX_TEXT = 1500  # characters of a text
 _MAX_IMAGES = 8  # pictures in one place of a text
@@ -206,9 +206,8 @@ def _answers(path: Path) -> _Answers:
             if not (text := lines.readline(_LONGEST)):
                 break
             try:
-                line = JsonField(file.parse(text), "", file)
-                references = strings_of(line.get("answers")) or (line["answer"].string(),)
-                answers[line["where"].string()] = (line["prediction"].string(), references)
+                line = JsonField(file.parse(text), "", file).read(Example)
+                answers[line.where] = (line.prediction, line.references)
             except DataError:
                 continue
     return answers

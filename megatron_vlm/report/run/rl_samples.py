@@ -18,7 +18,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import number, show_count
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 from megatron_vlm.report import sections
-from megatron_vlm.report.metrics_lines import SAMPLES, strings_of
+from megatron_vlm.report.metrics_lines import SAMPLES
 from megatron_vlm.report.run.examples import PictureRoom, said_or_nothing, shorten_text
 from megatron_vlm.report.run.metrics_arrays import CUT_OFF, RunMetrics
 
@@ -84,11 +84,19 @@ _MAX_PROMPTS = 8  # prompts of a step
 
 
 @dataclass(frozen=True)
+class ShownObservation:
+    """Observation: the text and the pictures that an environment has returned."""
+
+    text: str
+    images: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ShownEpisode:
     """An episode: its answers, an observation after each but the last, and its reward."""
 
     answers: tuple[str, ...]
-    heard: tuple[tuple[str, tuple[str, ...]], ...]  # text and pictures before each, as far as known
+    heard: tuple[ShownObservation, ...]  # before each, as far as known
     reward: float
     figures: dict[str, float]
     tokens: int
@@ -107,18 +115,6 @@ class ShownPrompt:
     images: tuple[str, ...]
     episodes: tuple[ShownEpisode, ...]
     right: str | None = None  # the right answer, if the record has one
-
-    @staticmethod
-    def from_line(line: JsonField) -> "ShownPrompt":
-        """Parse a line; raise DataError if it is malformed."""
-        return ShownPrompt(
-            step=line["step"].whole(),
-            where=line["where"].string(),
-            question=line["question"].string(),
-            images=strings_of(line["images"]),
-            episodes=tuple(_episode(each) for each in line["episodes"].items()),
-            right=None if line["right"].value is None else line["right"].string(),
-        )
 
 
 @dataclass(frozen=True)
@@ -170,7 +166,7 @@ class SampleIndex:
         return SampleLines(steps, len(logged), self.unreadable, self.whole)
 
     def _parse(self, line: bytes) -> ShownPrompt:
-        return ShownPrompt.from_line(JsonField(self.file.parse(line), "", self.file))
+        return JsonField(self.file.parse(line), "", self.file).read(ShownPrompt)
 
     def _take_line(self, place: int, line: bytes) -> None:
         if not line.strip():
@@ -190,22 +186,6 @@ class SampleIndex:
             self.sources = set()
         self.sources.add(prompt.where)
         self.places.setdefault(prompt.step, []).append(place)
-
-
-def _episode(line: JsonField) -> ShownEpisode:
-    figures, heard = line["figures"].object(), line["heard"].items()
-    if not isinstance(line["cut"].value, bool):
-        raise line["cut"].error("true or false")
-    return ShownEpisode(
-        answers=strings_of(line["answers"]),
-        heard=tuple((each["text"].string(), strings_of(each["images"])) for each in heard),
-        reward=float(line["reward"].number()),
-        figures={name: float(value.number()) for name, value in figures.items()},
-        tokens=line["tokens"].whole(),
-        cut=line["cut"].value,
-        rows=tuple(each.whole() for each in line["rows"].items()) if line.get("rows") else (),
-        teacher_kl=None if (kl := line.get("teacher_kl")) is None else float(kl.number()),
-    )
 
 
 _MAX_EPISODES = 8  # episodes of a prompt
@@ -291,8 +271,9 @@ class _Cards:
             if row and row != before:
                 parts.append(sections.Note(f"Row {row[0]}", "quiet"))
             if first <= place < first + len(episode.heard):
-                text, images = episode.heard[place - first]
-                parts += [sections.Said([shorten_text(text)], "quiet"), self.room.pictures(images)]
+                heard = episode.heard[place - first]
+                parts.append(sections.Said([shorten_text(heard.text)], "quiet"))
+                parts.append(self.room.pictures(heard.images))
             parts.append(said_or_nothing(answer))
         if (more := len(episode.answers) - _MAX_ANSWERS) > 0:
             parts.append(sections.Note(f"[... {more:,} more answers]", "quiet"))

@@ -36,9 +36,12 @@ from megatron_vlm.run.evaluation.scores import (
     rerank_scores,
     token_scores,
 )
-from megatron_vlm.training.preference_step import PreferenceObjective
 from megatron_vlm.training.reference import with_reference
-from megatron_vlm.training.retrieval_step import EmbeddingObjective, RerankObjective
+from megatron_vlm.training.row_objectives import (
+    EmbeddingObjective,
+    PreferenceObjective,
+    RerankObjective,
+)
 from megatron_vlm.training.run_objective import DistillObjective, RewardObjective, TrainObjective
 from megatron_vlm.training.worker import MegatronWorker
 

@@ -10,20 +10,18 @@ from megatron_vlm.config.data_sources import HELD_OUT, SourceSpec
 from megatron_vlm.config.objectives import needs_mismatched, records_of
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
+from megatron_vlm.data.batches.collate import Pictured, grey, hide_pictures
 from megatron_vlm.data.batches.data_warnings import Remarks
 from megatron_vlm.data.batches.dataset import DataSet, Handle, open_data, with_scores
-from megatron_vlm.data.batches.hidden_pictures import Pictured, grey, hide_pictures
 from megatron_vlm.data.batches.loader import Loader, Replica, StepBatch
 from megatron_vlm.data.batches.order import Order, order_of_all
 from megatron_vlm.data.records.formats import OnlyAsksError
 from megatron_vlm.data.records.keys import references_of
-from megatron_vlm.data.tensors.rows import batch_of, rows_of
-from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch, batch_of, rows_of
 from megatron_vlm.data.tokens.row import Row, cut_row
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import show_count
-from megatron_vlm.training.broadcast import share_bytes, share_json
-from megatron_vlm.training.data_feed import SharedBatches, open_together
+from megatron_vlm.training.data_feed import SharedBatches, open_together, share_bytes, share_json
 from megatron_vlm.training.worker import MegatronWorker
 
 Alive = Callable[[], None]  # tells the watchdog that something goes on

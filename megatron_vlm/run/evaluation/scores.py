@@ -31,14 +31,15 @@ from megatron_vlm.run.evaluation.answer_metrics import Answer, AnswerMeter
 from megatron_vlm.run.evaluation.held_out_sets import Alive, EvalSet, Question
 from megatron_vlm.training.generate import candidate_log_probs, generate
 from megatron_vlm.training.pipeline import Stage
-from megatron_vlm.training.preference_step import PreferenceObjective, finished_figures
-from megatron_vlm.training.retrieval_step import (
+from megatron_vlm.training.row_losses import listwise, pointwise
+from megatron_vlm.training.row_objectives import (
     FIGURES,
     EmbeddingObjective,
+    PreferenceObjective,
     RerankObjective,
     ScoredRow,
+    finished_figures,
 )
-from megatron_vlm.training.row_losses import listwise, pointwise
 from megatron_vlm.training.row_scores import score_rows
 from megatron_vlm.training.run_objective import DistillObjective, RewardObjective
 

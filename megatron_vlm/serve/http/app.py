@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from megatron_vlm.io.loopback import is_loopback_host
 from megatron_vlm.serve.http import (
     anthropic_routes,
-    completion_routes,
     openai_routes,
     responses_routes,
     run_routes,
@@ -100,7 +99,7 @@ def make_app(
 def add_chat_routes(app: FastAPI, openai: Sequence[str], anthropic: Sequence[str]) -> None:
     """Add the routes of OpenAI's and of Anthropic's clients under these prefixes."""
     for prefix in openai:
-        for routes in (openai_routes, completion_routes, responses_routes):
+        for routes in (openai_routes, responses_routes):
             app.include_router(routes.router, prefix=prefix)
     for prefix in anthropic:
         app.include_router(anthropic_routes.router, prefix=prefix)

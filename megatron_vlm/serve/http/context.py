@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from megatron_vlm.serve.http.api_keys import ApiKeys, key_of
 from megatron_vlm.serve.http.prometheus import Metrics
 from megatron_vlm.serve.http.request_bodies import Bodies, HttpError, RequestLimits
-from megatron_vlm.serve.http.schemas import JsonForm
+from megatron_vlm.serve.http.schemas import Id, JsonForm, one_field
 from megatron_vlm.serve.journal.calls import failure_of_state
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
@@ -85,6 +85,10 @@ class AppContext(Front):
     async def form(self, request: Request, of: type[AForm]) -> AForm:
         """Read the body as this form. A 422 names the field that is wrong."""
         return self.read(await self.body(request), of)
+
+    async def field(self, request: Request, name: str, kind: Any = Id) -> Any:
+        """Read a body with one field, and return its value."""
+        return getattr(await self.form(request, one_field(name, kind)), name)
 
     def close(self) -> None:
         self.waiters.close()

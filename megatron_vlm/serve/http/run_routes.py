@@ -28,7 +28,7 @@ from megatron_vlm.serve.http.context import (
     texts,
 )
 from megatron_vlm.serve.http.request_bodies import HttpError
-from megatron_vlm.serve.http.schemas import CreateSession, Finish, SessionIdForm
+from megatron_vlm.serve.http.schemas import CreateSession, Finish
 from megatron_vlm.serve.journal.journal_records import SEGMENTS, Model, NamedCheckpoint
 
 router = APIRouter(prefix="/api/v1")
@@ -127,8 +127,8 @@ async def create_session(request: Request, context: Context, key: Key) -> Answer
 @router.post("/session_heartbeat")
 async def heartbeat(request: Request, context: Context, key: Key) -> Answer:
     """Record that a client is still active. A 410 ends its heartbeats."""
-    form = await context.form(request, SessionIdForm)
-    context.journal.touch_session(open_session(context, key, form.session_id).id)
+    session = await context.field(request, "session_id")
+    context.journal.touch_session(open_session(context, key, session).id)
     return {"type": "session_heartbeat"}
 
 
@@ -218,8 +218,8 @@ async def checkpoints(context: Context, key: Key, limit: int = 100, offset: int 
 @router.post("/weights_info")
 async def weights_info(request: Request, context: Context, key: Key) -> Answer:
     """Return the facts that a client needs to load a checkpoint."""
-    form = await context.form(request, schemas.PathForm)
-    checkpoint = own_checkpoint(context, key, form.tinker_path)
+    path = await context.field(request, "tinker_path", schemas.Text)
+    checkpoint = own_checkpoint(context, key, path)
     model = require_model(context, key, checkpoint.model)
     lora = {name: model.facts.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
     return {

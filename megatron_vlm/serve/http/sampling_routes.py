@@ -90,8 +90,8 @@ async def sampler(sampler: str, context: Context, key: Key) -> Answer:
 @router.post("/join_sampling_session")
 async def join(request: Request, context: Context, key: Key) -> Answer:
     """Return a number for another client of a sampling session, from which its seq_ids begin."""
-    form = await context.form(request, schemas.SamplerIdForm)
-    record = require_sampler(context, key, form.sampling_session_id)
+    name = await context.field(request, "sampling_session_id")
+    record = require_sampler(context, key, name)
     number = await context.write(context.journal.join_sampler, record.id)
     return {"type": "join_sampling_session", "client_counter": number}
 
@@ -117,15 +117,14 @@ async def asample(request: Request, context: Context, key: Key) -> Answer:
 @router.post("/cancel_future")
 async def cancel(request: Request, context: Context, key: Key) -> Answer:
     """Cancel a sample. A sample that has started is finished all the same."""
-    form = await context.form(request, schemas.RequestIdForm)
-    return {"cancelled": await context.write(context.journal.cancel, form.request_id, key)}
+    name = await context.field(request, "request_id")
+    return {"cancelled": await context.write(context.journal.cancel, name, key)}
 
 
 @router.post("/retrieve_future")
 async def retrieve(request: Request, context: Context, key: Key) -> Response:
     """Return the result as soon as it exists. After a 408 the client asks again."""
-    form = await context.form(request, schemas.RequestIdForm)
-    name = form.request_id
+    name = await context.field(request, "request_id")
     result = context.journal.result(name)
     if result is None or result.key != key:
         return _unknown(name)

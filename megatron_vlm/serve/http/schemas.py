@@ -8,6 +8,7 @@ base_model in asample.
 
 import math
 import re
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -17,6 +18,7 @@ from pydantic import (
     FailFast,
     Field,
     StringConstraints,
+    create_model,
     field_validator,
 )
 
@@ -66,34 +68,17 @@ class CreateSession(JsonForm):
         return value
 
 
-class SessionIdForm(JsonForm):
-    """Body of session_heartbeat."""
-
-    session_id: Id
-
-
 class ModelIdForm(JsonForm):
-    """Body of get_info and unload_model."""
+    """Body of unload_model."""
 
     model_id: Id
 
 
-class PathForm(JsonForm):
-    """Body of weights_info."""
-
-    tinker_path: Text
-
-
-class RequestIdForm(JsonForm):
-    """Body of retrieve_future and cancel_future."""
-
-    request_id: Id
-
-
-class SamplerIdForm(JsonForm):
-    """Body of join_sampling_session."""
-
-    sampling_session_id: Id
+@cache
+def one_field(name: str, kind: Any) -> type[JsonForm]:
+    """Return the form of a body with one field."""
+    field: dict[str, Any] = {name: (kind, ...)}
+    return create_model("OneField", __base__=JsonForm, **field)
 
 
 class Ttl(JsonForm):

@@ -121,8 +121,7 @@ async def unload_model(request: Request, context: Context, key: Key) -> Answer:
 @router.post("/get_info")
 async def get_info(request: Request, context: Context, key: Key) -> Answer:
     """Return the facts about a model."""
-    form = await context.form(request, schemas.ModelIdForm)
-    model = require_model(context, key, form.model_id)
+    model = require_model(context, key, await context.field(request, "model_id"))
     return {
         "type": "get_info",
         "model_id": model.id,

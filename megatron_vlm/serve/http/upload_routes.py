@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.http.context import Answer, AppContext, Context, Key, moment
 from megatron_vlm.serve.http.request_bodies import HttpError
-from megatron_vlm.serve.http.schemas import PARTS, Id, JsonForm, LoraForm, Text, sdk_release
+from megatron_vlm.serve.http.schemas import PARTS, JsonForm, LoraForm, Text, sdk_release
 from megatron_vlm.serve.http.training_routes import check_base_model
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Model, NamedCheckpoint, model_id
@@ -51,12 +51,6 @@ class UploadStart(JsonForm):
                 f"give the adapter's rank, and those of {', '.join(PARTS)} that it has"
             )
         return value
-
-
-class UploadFinish(JsonForm):
-    """Body of external_weights_upload_finish."""
-
-    upload_id: Id
 
 
 @dataclass(eq=False)
@@ -171,9 +165,8 @@ async def put(upload_id: str, name: str, request: Request) -> Answer:
 @router.post("/external_weights_upload_finish")
 async def finish_upload(request: Request, context: Context, key: Key) -> Answer:
     """Check the adapter, and return the path of its checkpoint. An upload that is refused ends."""
-    form = await context.form(request, UploadFinish)
     uploads = _uploads(request)
-    upload = uploads.find(form.upload_id)
+    upload = uploads.find(await context.field(request, "upload_id"))
     if upload.key != key:
         raise HttpError(404, "there is no such upload, or it has expired: start another")
     async with upload.lock:

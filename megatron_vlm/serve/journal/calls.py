@@ -249,7 +249,7 @@ def apply(store: Store, db: sqlite3.Connection, changes: Changes, now: float) ->
         if model.state in ("failed", "unloaded"):
             request_ids += end_model(db, model.id, now)
     for checkpoint in changes.checkpoints:
-        _put_checkpoint(store, db, checkpoint, now)
+        put_checkpoint(store, db, checkpoint, now)
     for sampler in changes.samplers:
         put_sampler(store, db, sampler, now)
     for saved in changes.saved:
@@ -286,7 +286,7 @@ def _change_model(db: sqlite3.Connection, change: ModelChange) -> None:
     )
 
 
-def _put_checkpoint(store: Store, db: sqlite3.Connection, new: NamedCheckpoint, now: float) -> None:
+def put_checkpoint(store: Store, db: sqlite3.Connection, new: NamedCheckpoint, now: float) -> None:
     path, folder = new.path, store.relative_folder(new.folder)
     release(db, now, "SELECT folder FROM checkpoints WHERE path = ?", path)
     cursor = db.execute(
@@ -299,32 +299,6 @@ def _put_checkpoint(store: Store, db: sqlite3.Connection, new: NamedCheckpoint, 
         ),
     )
     assert cursor.rowcount == 1, f"model {new.model} is not in the journal"
-
-
-def store_run(
-    store: Store, db: sqlite3.Connection, run: Model, creation: bytes, checkpoint: NamedCheckpoint
-) -> bool:
-    """Insert a run that cannot be trained, and its checkpoint, once. Return False if another run
-    has the id. A session that does not exist is inserted as a finished one."""
-    known = db.execute("SELECT key, creation FROM models WHERE id = ?", (run.id,)).fetchone()
-    if known is not None:
-        return (known["key"], known["creation"]) == (run.key, creation)
-    now = time.time()
-    db.execute(
-        "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, 'success', '{}', NULL)",
-        (run.session, run.key, now, now, now),
-    )
-    db.execute(
-        "INSERT INTO models (id, session, key, created, used, state, base_model, lora_rank,"
-        " user_metadata, facts, creation_kind, creation, seed)"
-        " VALUES (?, ?, ?, ?, ?, 'unloaded', ?, ?, '{}', ?, 'store_run', ?, 0)",
-        (
-            *(run.id, run.session, run.key, now, now, run.base_model, run.lora_rank),
-            *(json.dumps(dict(run.facts)), creation),
-        ),
-    )
-    _put_checkpoint(store, db, checkpoint, now)
-    return True
 
 
 def put_sampler(store: Store, db: sqlite3.Connection, new: SamplingSession, now: float) -> None:

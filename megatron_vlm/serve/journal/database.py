@@ -3,7 +3,6 @@ checkpoints for the audit log, so that no change can be forgotten. `Reads` marks
 requests in reading, since reading one may end the process."""
 
 import contextlib
-import json
 import os
 import sqlite3
 import threading
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.atomic import try_lock
-from megatron_vlm.serve.journal.journal_records import NamedCheckpoint
 
 
 class Reads:
@@ -66,13 +64,6 @@ CREATE TRIGGER IF NOT EXISTS checkpoint_read AFTER INSERT ON samplers WHEN NEW.p
     'model_id', NEW.model, 'tinker_path', NEW.path, 'purpose', 'sample'));
 END;
 """
-
-
-def record_read(db: sqlite3.Connection, checkpoint: NamedCheckpoint, purpose: str) -> None:
-    """Record that the owner of a checkpoint reads it."""
-    details = {"model_id": checkpoint.model, "tinker_path": checkpoint.path, "purpose": purpose}
-    event = checkpoint.key, "checkpoint_read", json.dumps(details)
-    db.execute(f"INSERT INTO events VALUES ({NOW}, ?, ?, ?)", event)
 
 
 FILE = "journal.sqlite"

@@ -26,14 +26,14 @@ from megatron_vlm.serve.journal.calls import (
     Bounds,
     accept,
     finish_call,
+    put_checkpoint,
     put_sampler,
     record_checkpoint,
     release,
     select_completed,
-    store_run,
 )
 from megatron_vlm.serve.journal.cleanup import JournalExpiry, sweep
-from megatron_vlm.serve.journal.database import Reads, record_read
+from megatron_vlm.serve.journal.database import NOW, Reads
 from megatron_vlm.serve.journal.journal_reader import JournalReader
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
@@ -257,14 +257,37 @@ class Journal(JournalReader):
 
     def store_run(self, run: Model, creation: bytes, checkpoint: NamedCheckpoint) -> bool:
         """Store a run that only has a checkpoint and cannot be trained. A retry with the same
-        `creation` changes nothing. Return False if another run has the id."""
+        `creation` changes nothing. Return False if another run has the id. A session that does not
+        exist is inserted as a finished one."""
+        now = time.time()
         with self._store.write() as db:
-            return store_run(self._store, db, run, creation, checkpoint)
+            known = db.execute(
+                "SELECT key, creation FROM models WHERE id = ?", (run.id,)
+            ).fetchone()
+            if known is not None:
+                return (known["key"], known["creation"]) == (run.key, creation)
+            db.execute(
+                "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, 'success', '{}', NULL)",
+                (run.session, run.key, now, now, now),
+            )
+            db.execute(
+                "INSERT INTO models (id, session, key, created, used, state, base_model, lora_rank,"
+                " user_metadata, facts, creation_kind, creation, seed)"
+                " VALUES (?, ?, ?, ?, ?, 'unloaded', ?, ?, '{}', ?, 'store_run', ?, 0)",
+                (
+                    *(run.id, run.session, run.key, now, now, run.base_model, run.lora_rank),
+                    *(json.dumps(dict(run.facts)), creation),
+                ),
+            )
+            put_checkpoint(self._store, db, checkpoint, now)
+        return True
 
     def record_read(self, checkpoint: NamedCheckpoint, purpose: str) -> None:
         """Record for the audit log that the owner reads a checkpoint."""
+        details = {"model_id": checkpoint.model, "tinker_path": checkpoint.path, "purpose": purpose}
+        event = checkpoint.key, "checkpoint_read", json.dumps(details)
         with self._store.write(on_disk=False) as db:
-            record_read(db, checkpoint, purpose)
+            db.execute(f"INSERT INTO events VALUES ({NOW}, ?, ?, ?)", event)
 
     def set_expiry(self, path: str, expires: float | None) -> None:
         """Set when the checkpoint expires; None means never."""
