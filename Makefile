@@ -45,7 +45,7 @@ demo-lora: setup
 	rm -rf .demo-lora
 	$(BIN)/python scripts/demo_lora.py .demo .demo-lora
 
-# Four runs that learn from samples; one of them needs `make vllm-env`. EXAMPLES="own vllm": these.
+# Runs that learn from samples; one of them needs `make vllm-env`. EXAMPLES="own vllm": these.
 reinforce: setup
 	rm -rf .reinforce
 	$(BIN)/python scripts/rl/examples.py .reinforce $(EXAMPLES)

@@ -1,8 +1,11 @@
 """Checks of `megatron-vlm train`, `rl` and `serve`, in addition to every configuration's: what they
 need, and keys that a user gave and that have no effect in a command or with the other settings."""
 
+import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from megatron_vlm.config.checks import check_training, require
 from megatron_vlm.config.config_file import ConfigFile
@@ -15,6 +18,7 @@ from megatron_vlm.config.evaluation_checks import (
 from megatron_vlm.config.objectives import spec_of
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import (
+    AGENT_URLS,
     NAMED,
     OWN,
     Config,
@@ -53,12 +57,7 @@ def check_rl(cfg: Config) -> Iterator[ConfigError]:
             remedy="leave it out, or set lora.rank=0",
         )
     yield from _reward_errors(cfg)
-    if has_agents(rl) and cfg.teacher.view is not None:
-        yield ConfigError(
-            "shows a teacher another prompt, and an agent makes its prompts by itself",
-            key="teacher.view",
-            remedy="leave it out",
-        )
+    yield from _agent_errors(cfg)
     if (folder := reward_model_of(rl)) is not None:
         yield from _reward_model_errors(rl, folder)
     names = () if folder is not None else ("rl.reward",)
@@ -138,6 +137,38 @@ def _reward_errors(cfg: Config) -> Iterator[ConfigError]:
             key="rl.eval_scores",
             remedy="give rl.eval_scores=loss, or a reward; with rl.advantage=none it is only "
             "reported",
+        )
+
+
+def _agent_errors(cfg: Config) -> Iterator[ConfigError]:
+    """Refuse an address that no server has, and a command that cannot be started."""
+    if has_agents(cfg.rl) and cfg.teacher.view is not None:
+        yield ConfigError(
+            "shows a teacher another prompt, and an agent makes its prompts by itself",
+            key="teacher.view",
+            remedy="leave it out",
+        )
+    if (agent := cfg.rl.agent) is None:
+        return
+    scheme, is_url, _ = agent.partition("://")
+    wrong = ""
+    try:
+        if is_url and scheme.isalpha():
+            url = urlsplit(agent)
+            is_address = agent.startswith(AGENT_URLS) and url.hostname and url.port != 0
+            wrong = "" if is_address else "is not an address of HTTP"
+        else:
+            program = next(iter(shlex.split(agent)), "")
+            wrong = "" if shutil.which(program) else f": there is no program {program!r}"
+    except ValueError as error:  # an open quote, or a port that is none
+        wrong = f"cannot be read: {error}"
+    if wrong:
+        yield ConfigError(
+            wrong,
+            key="rl.agent",
+            found=agent,
+            remedy='give a command, such as "python agent.py", or the address of a server, such as '
+            "http://127.0.0.1:9000/run",
         )
 
 

@@ -43,6 +43,7 @@ from megatron_vlm.errors import ConfigError
 OWN = "own"
 HARNESS = "verifiers:"  # beginning of an environment that asks for its answers by itself
 NAMED = ("openenv:", HARNESS)  # beginnings of environments that packages have
+AGENT_URLS = ("http://", "https://")  # beginnings of an agent that is a server
 Role = Literal["system", "user", "assistant", "tool"]
 Interval = Count | str | None
 Layers = list[Count] | Literal["auto"] | None

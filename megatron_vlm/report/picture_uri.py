@@ -13,7 +13,7 @@ _JPEG_QUALITY = 85
 
 def data_uri(pixels: np.ndarray) -> str:
     """Return a picture [height, width, 3] as a data URI. PNG keeps every pixel."""
-    return _uri(PIL.Image.fromarray(pixels), "PNG")
+    return picture_uri(PIL.Image.fromarray(pixels))
 
 
 def preview_uri(pixels: np.ndarray) -> str:
@@ -21,11 +21,16 @@ def preview_uri(pixels: np.ndarray) -> str:
     of PNG where that would be large."""
     image = PIL.Image.fromarray(pixels)
     image.thumbnail((_PREVIEW_SIDE, _PREVIEW_SIDE))
-    uri = _uri(image, "PNG")
-    return uri if len(uri) <= _PREVIEW_PNG_LENGTH else _uri(image, "JPEG", quality=_JPEG_QUALITY)
+    uri = picture_uri(image)
+    return (
+        uri
+        if len(uri) <= _PREVIEW_PNG_LENGTH
+        else picture_uri(image, "JPEG", quality=_JPEG_QUALITY)
+    )
 
 
-def _uri(image: PIL.Image.Image, kind: str, **options: int) -> str:
+def picture_uri(image: PIL.Image.Image, kind: str = "PNG", **options: int) -> str:
+    """Return a picture as a data URI."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return f"data:image/{kind.lower()};base64," + base64.b64encode(file.getvalue()).decode()

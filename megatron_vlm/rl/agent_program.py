@@ -2,24 +2,29 @@
 
 import asyncio
 import base64
-import io
 import json
 import os
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 import httpx
 import PIL.Image
 
+from megatron_vlm.config.schema import AGENT_URLS
 from megatron_vlm.data.media.media import read_image
 from megatron_vlm.data.records.record import ChatMessage, Conversation, Image, Video
+from megatron_vlm.data.tokens.chat_template import template_message
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import escape_controls
+from megatron_vlm.report.picture_uri import picture_uri
 from megatron_vlm.rl.right_answer import right_answer
+from megatron_vlm.user_code.environment import EnvStep
+from megatron_vlm.user_code.reward_child import step_of_result
 
 # Variables of the trainer's environment that a program gets. Others may be secrets.
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")
@@ -31,16 +36,15 @@ _OUTPUT_BYTES = 2**16  # last bytes of each output of a program that are kept
 _LOOK_S = 0.02  # how often a program is looked at
 _LAST_S = 2.0  # seconds to read the output of a program that has ended
 _COMPLAINT = 2000  # characters of standard error in a message
-URLS = ("http://", "https://")  # beginnings of an agent that is a server
 
 
 class AgentError(Exception):
     """Failure of an agent's episode. The text ends a sentence that begins with its command."""
 
 
-def record_for_agent(reader: Reader, record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a record as a program gets it: its keys, and as `messages` its prompt in OpenAI's
-    form, with pictures as data URLs."""
+def record_for_agent(reader: Reader, record: Mapping[str, Any], where: str) -> bytes:
+    """Return a record as a program gets it, in JSON: its keys, and as `messages` its prompt in
+    OpenAI's form. Bytes and pictures become data URLs, arrays lists, others text."""
     chat = reader.parse(record, where)
     if not isinstance(chat, Conversation) or chat.media(Video):
         raise DataError(
@@ -51,59 +55,54 @@ def record_for_agent(reader: Reader, record: Mapping[str, Any], where: str) -> d
         )
 
     def message(turn: ChatMessage) -> dict[str, Any]:
-        more = {"reasoning_content": turn.reasoning, "tool_calls": list(turn.tool_calls)}
-        more |= {"name": turn.name, "tool_call_id": turn.call_id}
-        parts = [part(each) for each in turn.parts]
-        is_text = all(each["type"] == "text" for each in parts)
-        content = "".join(each["text"] for each in parts) if is_text else parts
-        return {"role": turn.role, "content": content} | {k: v for k, v in more.items() if v}
+        shown = template_message(turn)
+        if not isinstance(shown["content"], str):
+            shown["content"] = list(map(part, turn.parts))
+        return shown
 
     def part(given: Any) -> dict[str, Any]:
         if not isinstance(given, Image):
             return {"type": "text", "text": given}
-        url = _data_url(read_image(given, reader.policy, where))
+        url = picture_uri(read_image(given, reader.policy, where), compress_level=1)
         return {"type": "image_url", "image_url": {"url": url}}
 
     rest = {name: value for name, value in record.items() if name not in (*_SHOWN, *_PICTURES)}
     if (right := right_answer(record, where, reader)) is not None:
         rest.setdefault("answer", right)
     tools = {"tools": list(chat.tools)} if chat.tools else {}
-    return rest | tools | {"messages": [message(turn) for turn in chat.turns]}
+    shown = rest | tools | {"messages": [message(turn) for turn in chat.turns]}
+    return json.dumps(shown, default=_portable, ensure_ascii=False).encode()
 
 
-def as_json(record: Mapping[str, Any]) -> bytes:
-    """Return a record as JSON. Bytes and pictures become data URLs, arrays lists, others text."""
-
-    def portable(value: Any) -> Any:
-        if isinstance(value, bytes):
-            return "data:application/octet-stream;base64," + base64.b64encode(value).decode()
-        if isinstance(value, PIL.Image.Image):
-            return _data_url(value)
-        return value.tolist() if hasattr(value, "tolist") else str(value)
-
-    return json.dumps(record, default=portable, ensure_ascii=False).encode()
+def _portable(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return "data:application/octet-stream;base64," + base64.b64encode(value).decode()
+    if isinstance(value, PIL.Image.Image):
+        return picture_uri(value, compress_level=1)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _data_url(picture: PIL.Image.Image) -> str:
-    picture.save(file := io.BytesIO(), "PNG", compress_level=1)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-async def run_agent(agent: str, given: bytes, more: Mapping[str, str], timeout_s: float) -> str:
+async def run_agent(
+    agent: str, given: bytes, more: Mapping[str, str], timeout_s: float, reward: "Future[Any]"
+) -> str:
     """Run a program with a record on its standard input and these variables, or post both to a URL.
-    Return the end of the output or answer. Raise AgentError if it fails or takes longer."""
+    Return the end of the output or answer; a server that has only accepted the episode ends it with
+    its `reward`. Raise AgentError if it fails or takes longer."""
     try:
         async with asyncio.timeout(timeout_s):
-            if agent.startswith(URLS):
-                return await _post(agent, {**json.loads(given), **more})
+            if agent.startswith(AGENT_URLS):
+                status, said = await _post(agent, {**json.loads(given), **more})
+                if status == httpx.codes.ACCEPTED:  # the shield: a timeout leaves the reward open
+                    await asyncio.shield(asyncio.wrap_future(reward))
+                return said
             return await _run(shlex.split(agent), given, more)
     except TimeoutError:
         raise AgentError(f"took longer than rl.agent_timeout={timeout_s:g} seconds") from None
 
 
-async def _post(url: str, given: Mapping[str, Any]) -> str:
-    """Return the end of what a server answers."""
-    kept, is_safe, head = b"", url.startswith(URLS[1]), {"accept-encoding": "identity"}
+async def _post(url: str, given: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the status and the end of what a server answers."""
+    kept, is_safe, head = b"", url.startswith("https:"), {"accept-encoding": "identity"}
     client = httpx.AsyncClient(timeout=None, verify=is_safe, trust_env=False)
     try:
         async with client, client.stream("POST", url, json=given, headers=head) as answer:
@@ -115,7 +114,7 @@ async def _post(url: str, given: Mapping[str, Any]) -> str:
     if not answer.is_success:
         shown = escape_controls(said[-_COMPLAINT:])
         raise AgentError(f"answered with status {answer.status_code}: {shown}".rstrip(": "))
-    return said
+    return answer.status_code, said
 
 
 async def _run(command: Sequence[str], given: bytes, more: Mapping[str, str]) -> str:
@@ -172,11 +171,16 @@ async def _end_of(output: asyncio.StreamReader) -> bytes:
     return kept
 
 
-def printed_reward(output: str) -> Any:
-    """Return the JSON object with a reward that is an output, or its last line, or None."""
+def reward_of(value: Any) -> EnvStep:
+    """Return the end of an episode with this reward. Raise WrongResultError if it is none."""
+    return EnvStep(**step_of_result(value))
+
+
+def printed_reward(output: str) -> EnvStep | None:
+    """Return the reward of a JSON object that is an output, or its last line, or None."""
     for text in (output, *output.splitlines()[-1:]):
         with suppress(ValueError, RecursionError):
             said = json.loads(text)
             if isinstance(said, dict) and "reward" in said:
-                return said
+                return reward_of(said)
     return None

@@ -10,19 +10,19 @@ import hashlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Annotated, Any
 
-import numpy as np
-import torch
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 
-from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
-from megatron_vlm.data.tokens.row import IGNORE, Row, parts_of
+from megatron_vlm.data.tokens.completions import Completion
+from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.sampler import SamplerError
+from megatron_vlm.rl.agent_program import reward_of
 from megatron_vlm.rl.completion_requests import CompletionQueue
-from megatron_vlm.rl.episode import Episode, pictures_of
+from megatron_vlm.rl.episode import Episode
 from megatron_vlm.serve.http.app import LoopbackOnly, add_chat_routes, error_at
 from megatron_vlm.serve.http.chat_routing import route_with
 from megatron_vlm.serve.http.chat_samples import ChatSamples, ChatTexts, DrawnAnswers
@@ -30,41 +30,15 @@ from megatron_vlm.serve.http.context import AnyFront, Front, Key, ServerFacts, r
 from megatron_vlm.serve.http.openai_routes import error_body
 from megatron_vlm.serve.http.request_bodies import Bodies, HttpError, RequestLimits, add_handlers
 from megatron_vlm.serve.journal.journal_records import Call
-from megatron_vlm.serve.protocol.payloads import Chunk, Picture, RequestError, Samples
+from megatron_vlm.serve.protocol.payloads import RequestError, Samples
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleAsk, SampleBounds, StopWords, as_sampled, read_ask
 from megatron_vlm.user_code.environment import EnvStep
-from megatron_vlm.user_code.reward_child import WrongResultError, step_of_result
+from megatron_vlm.user_code.reward_child import WrongResultError
 
 MODEL = "policy"  # name of the model for agents
 _POLL_S = 1.0  # how often the connection of a waiting program is checked
 Name = tuple[str, int]  # digest of a request, and its number among those that are the same
-
-
-class PictureReader:
-    """Reader of the prompts of a group's episodes, which share each picture."""
-
-    def __init__(self, reader: RowReader) -> None:
-        self.reader, self.tokens = reader, reader.tokens
-        self.pictures: dict[bytes, Row] = {}
-
-    def prompt(self, chunks: Sequence[Chunk], where: str) -> Row:
-        """Return the concatenated chunks as a row without labels, as RowReader does."""
-        self.reader.admit([(chunks, where)])
-        parts = [
-            self._picture(each, where) if isinstance(each, Picture) else each.tokens
-            for each in chunks
-        ]
-        ids = [each.ids_S.numpy() if isinstance(each, Row) else each for each in parts]
-        ids_S = torch.from_numpy(np.concatenate(ids).astype(np.int64))
-        visuals = pictures_of([each for each in parts if isinstance(each, Row)])
-        return Row(ids_S, torch.full_like(ids_S, IGNORE), **visuals)
-
-    def _picture(self, picture: Picture, where: str) -> Row:
-        digest = hashlib.sha256(picture.data).digest()
-        if (known := self.pictures.get(digest)) is None:
-            known = self.pictures.setdefault(digest, self.reader.prompt([picture], where))
-        return known
 
 
 @dataclass(eq=False)
@@ -73,40 +47,36 @@ class AgentEpisode:
 
     episode: Episode
     queue: CompletionQueue
-    settings: SamplingSettings  # the run's
     turns: int  # maximum answers
     seed_of: Callable[[str], int]  # seed of a request
-    text: Callable[[Sequence[int]], str]  # text of an answer
-    check: Callable[[int, Completion], None]  # refuses an answer to a prompt of this length
-    reader: PictureReader
+    learn: Callable[[Row, Completion], None]  # adds an answer to the episode
+    reader: RowReader  # shared by the episodes of its group
     id: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     asked: int = 0  # answers that were asked for
-    reward: EnvStep | None = None  # what the program has posted
-    broken: SamplerError | None = None
+    # What the program has posted, or the error of the engine, which ends the run.
+    reward: "Future[EnvStep]" = field(default_factory=Future)
     has_ended: bool = False
     draws: dict[Name, "asyncio.Task[list[Completion]]"] = field(default_factory=dict)
     held: set[Name] = field(default_factory=set)  # draws that have a reader, or were read
     learnt: dict[Name, DrawnAnswers] = field(default_factory=dict)  # draws in the episode
 
-    async def draw(self, ask: SampleAsk, is_retry: bool) -> list[Completion]:
+    async def draw(self, ask: SampleAsk, digest: str, is_retry: bool) -> list[Completion]:
         """Return the answers to a request, which are in the episode from now on. Where the program
         has closed the connection before, the same request gets the same draw."""
-        digest = _digest(ask)
         number = next(n for n in count() if (digest, n) not in self.held)
         name = digest, number - 1 if is_retry and number else number
         if name not in self.draws:
-            if self.reward is not None or self.asked + ask.n > self.turns:
+            if self.reward.done() or self.asked + ask.n > self.turns:
                 raise self.refusal()
             self.asked += ask.n
             self.draws[name] = asyncio.create_task(self._ask(ask, name))
-            self.draws[name].add_done_callback(_look_at)
+            # Nobody may wait for it any more, and then its error is of no interest.
+            self.draws[name].add_done_callback(lambda task: task.cancelled() or task.exception())
         self.held.add(name)
         try:
             completions = await asyncio.shield(self.draws[name])
         except BaseException:
             self.held.discard(name)
-            if self.draws[name].done():  # it has failed
-                del self.draws[name]
             raise
         if self.has_ended:
             raise HttpError(499, "the client has closed its connection")
@@ -114,18 +84,17 @@ class AgentEpisode:
             ids = ask.prompt.ids_S.tolist()
             self.learnt[name] = [(ids, each.ids) for each in completions]
             for each in completions:
-                self.check(len(ids), each)
-                self.episode.add_request(ask.prompt, each, self.text(each.ids))
+                self.learn(ask.prompt, each)
         return completions
 
     def refusal(self) -> HttpError:
         """Return the error of a request after the last one."""
-        if self.reward is not None:
+        if self.reward.done():
             return HttpError(410, "this episode has its reward, and gets no more answers")
         return HttpError(403, f"this episode has had its {self.turns} answers (rl.turns)")
 
     async def _ask(self, ask: SampleAsk, name: Name) -> list[Completion]:
-        run, prompt = self.settings, ask.prompt
+        run, prompt = self.queue.settings, ask.prompt
         if (segment := self.episode.segment_of(prompt)) is not None:
             prompt = replace(prompt, routing_SLK=segment.shown_routing(len(prompt.ids_S)))
         settings = replace(
@@ -144,23 +113,9 @@ class AgentEpisode:
         try:
             return await asyncio.gather(*asking)
         except SamplerError as error:  # it ends the run, and not this request alone
-            self.broken = error
+            with suppress(InvalidStateError):  # the episode has its reward
+                self.reward.set_exception(error)
             raise
-
-
-def _look_at(task: "asyncio.Task[Any]") -> None:
-    """Take the error of a draw that nobody may wait for any more."""
-    if not task.cancelled():
-        task.exception()
-
-
-def _digest(ask: SampleAsk) -> str:
-    """Return a name of what a request asks for."""
-    digest = hashlib.sha256(ask.prompt.ids_S.numpy().tobytes())
-    for pixels_PC, _ in parts_of(ask.prompt, "pixel_values_PC"):
-        digest.update(pixels_PC.numpy().tobytes())
-    digest.update(repr((ask.settings, ask.n)).encode())
-    return digest.hexdigest()
 
 
 class AgentRequests:
@@ -171,8 +126,7 @@ class AgentRequests:
     ) -> None:
         self.loop, self.stops, self.bounds = loop, stops, bounds
         self.open: dict[str, AgentEpisode] = {}
-        self._asks: dict[str, SampleAsk] = {}
-        self._numbers = count()
+        self._asks: dict[str, tuple[SampleAsk, str]] = {}  # with their digests
 
     def of(self, key: str) -> AgentEpisode:
         """Return an episode in progress."""
@@ -182,7 +136,7 @@ class AgentRequests:
 
     async def place(self, key: str, model: str) -> tuple[str, int]:
         self.check_model(key, model)
-        return key, next(self._numbers)
+        return MODEL, 0  # so that the same request has the same body
 
     async def accept(self, call: Call, streamed: int) -> Call:
         episode = self.of(call.key)
@@ -197,15 +151,15 @@ class AgentRequests:
                 key="top_logprobs" if ask.top_sample else "echo",
                 remedy="leave it out; logprobs of the answer alone are returned",
             )
-        call = replace(call, request_id=f"{call.key}-{call.seq}", body=b"")
-        self._asks[call.request_id] = ask
-        return call
+        name, digest = secrets.token_hex(), hashlib.sha256(call.body).hexdigest()
+        self._asks[name] = ask, digest
+        return replace(call, request_id=name, body=b"")
 
     async def follow(
         self, request: Request, call: Call
     ) -> AsyncIterator[Samples | Sequence[Sequence[int]]]:
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        work = self.of(call.key).draw(self._asks[call.request_id], is_retry)
+        work = self.of(call.key).draw(*self._asks[call.request_id], is_retry)
         drawing = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         try:
             while not (await asyncio.wait([drawing], timeout=_POLL_S))[0]:
@@ -232,13 +186,10 @@ class AgentRequests:
         return {MODEL: ("megatron_vlm", 0.0)}
 
 
-async def _episode(request: Request) -> AgentEpisode:
+async def _key(request: Request) -> str:
+    """Return the name of the episode that an address belongs to. It must be in progress."""
     requests: AgentRequests = request.app.state.chats.source
-    return requests.of(request.path_params["episode"])
-
-
-async def _key(episode: Annotated[AgentEpisode, Depends(_episode)]) -> str:
-    return episode.id
+    return requests.of(request.path_params["episode"]).id
 
 
 _router = APIRouter(route_class=route_with(error_body))
@@ -247,20 +198,18 @@ _router = APIRouter(route_class=route_with(error_body))
 @_router.post("/e/{episode}/reward")
 async def post_reward(request: Request, context: AnyFront, key: Key) -> dict[str, float]:
     """Take the reward of an episode: a number, or an object with `reward` and more figures."""
-    episode = await _episode(request)
+    episode = request.app.state.chats.source.of(key)
     try:
         step = reward_of(json.loads(await context.body(request)))
     except (ValueError, RecursionError, WrongResultError) as error:
         raise HttpError(400, f"reward: {error}") from error
-    if episode.reward is not None:
-        raise HttpError(409, f"reward: this episode has the reward {episode.reward.reward:g}")
-    episode.reward = step
+    try:
+        episode.reward.set_result(step)
+    except InvalidStateError:
+        raise HttpError(
+            409, "reward: this episode has its reward, and the first one counts"
+        ) from None
     return {"reward": step.reward}
-
-
-def reward_of(value: Any) -> EnvStep:
-    """Return the end of an episode with this reward. Raise WrongResultError if it is none."""
-    return EnvStep(**step_of_result(value))
 
 
 def agent_app(

@@ -10,13 +10,13 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.rl.agent_program import AgentError, printed_reward, run_agent
-from megatron_vlm.rl.agent_requests import MODEL, AgentEpisode, AgentRequests, agent_app, reward_of
+from megatron_vlm.rl.agent_requests import MODEL, AgentEpisode, AgentRequests, agent_app
 from megatron_vlm.serve.chat_texts import TokenizerTexts
 from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.http.http_server import FrontServer
 from megatron_vlm.serve.http.request_bodies import RequestLimits
 from megatron_vlm.serve.requests_as_rows import RowReader
-from megatron_vlm.serve.sample_calls import SampleBounds, StopWords
+from megatron_vlm.serve.sample_calls import SampleBounds
 from megatron_vlm.user_code.environment import EnvStep
 from megatron_vlm.user_code.reward_child import WrongResultError
 from megatron_vlm.version import __version__
@@ -37,12 +37,9 @@ class AgentServer:
         self.places = asyncio.Semaphore(cfg.rl.max_concurrent)
         self.limits = RequestLimits(pictures=pictures)
         texts = TokenizerTexts(cfg, sizes, self.limits.pixels)
-        added = texts.tokenizer.added_tokens_decoder.items()
-        special = {str(token): int(number) for number, token in added}
-        ends = texts.tokenizer.convert_tokens_to_ids(list(texts.ends))
         longest = min(cfg.rl.max_tokens, sizes.text.max_positions)
         bounds = SampleBounds(cfg.rl.max_new_tokens, longest, "this run (rl.max_tokens)")
-        self.requests = AgentRequests(loop, StopWords(tuple(ends), special.get), bounds)
+        self.requests = AgentRequests(loop, texts.stops, bounds)
         self.rows = RowReader(cfg, str(folder_of(cfg.model.path)), sizes, self.limits.pixels)
         kind = engine_kind(cfg.engine.name)
         facts = ServerFacts(
@@ -89,21 +86,21 @@ class AgentServer:
             if self.rl.has_harness:
                 step = await rate(told["OPENAI_BASE_URL"])
             else:
-                output = await run_agent(self.agent, given, told, self.rl.agent_timeout)
+                more = told, self.rl.agent_timeout, asking.reward
+                output = await run_agent(self.agent, given, *more)
         except (AgentError, DataError):
-            if asking.reward is None and asking.broken is None:
+            if not asking.reward.done():
                 raise
         finally:
             del self.requests.open[asking.id]
             asking.has_ended = True
-        if asking.broken is not None:
-            raise asking.broken
-        if (reward := asking.reward or step) is not None:
-            return reward
+        if asking.reward.done():
+            return asking.reward.result()
+        if step is not None:
+            return step
         try:
-            printed = printed_reward(output)
-            if printed is not None:
-                return reward_of(printed)
+            if (printed := printed_reward(output)) is not None:
+                return printed
         except WrongResultError as error:
             raise AgentError(f"printed a reward, and {error}") from None
         if self.rl.reward is not None:

@@ -4,7 +4,7 @@ Shapes: S tokens, L decoder layers with experts, K experts of a token.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_vlm.data.records.record import ChatMessage
 from megatron_vlm.data.tokens.completions import Completion
-from megatron_vlm.data.tokens.row import GRID_OF, IGNORE, Row, join_parts, parts_of
+from megatron_vlm.data.tokens.row import Row, join_parts, parts_of, prompt_row
 from megatron_vlm.user_code.environment import EnvStep, Opening
 
 
@@ -133,9 +133,8 @@ class Episode:
         shown = parts_of(prompt, "pixel_values_PC")[len(_pixels_of(segment.pictures)) :]
         # What was said after an answer, or a first request that is not the record's prompt.
         if self.answers or new != [number for row in self.shown for number in row.ids_S.tolist()]:
-            ids_S = torch.tensor(new)
             visuals = join_parts({"pixel_values_PC": shown})
-            self.shown.append(Row(ids_S, torch.full_like(ids_S, IGNORE), **visuals))
+            self.shown.append(replace(prompt_row(new), **visuals))
         segment.add_shown(new)
         segment.pictures = [prompt]
         self.add_completion(answer, text, segment)
@@ -171,10 +170,8 @@ class Episode:
         their opening row return the same object."""
         if not self.answers:
             return self.shown[0]
-        ids_S = torch.tensor(self.segments[-1].ids)
-        visuals = pictures_of(self.segments[-1].pictures)
-        routing_SLK = self.segments[-1].shown_routing()
-        return Row(ids_S, torch.full_like(ids_S, IGNORE), **visuals, routing_SLK=routing_SLK)
+        last = self.segments[-1]
+        return replace(prompt_row(last.ids, last.pictures), routing_SLK=last.shown_routing())
 
 
 @dataclass
@@ -198,9 +195,3 @@ class Group:
 def _pixels_of(shown: Sequence[Row]) -> list[Tensor]:
     """Return the patches of each picture of these rows."""
     return [pixels for row in shown for pixels, _ in parts_of(row, "pixel_values_PC")]
-
-
-def pictures_of(shown: list[Row]) -> dict[str, Any]:
-    """Return the visual fields of a Row that has the pictures and videos of these rows, in
-    order."""
-    return join_parts({name: [p for row in shown for p in parts_of(row, name)] for name in GRID_OF})

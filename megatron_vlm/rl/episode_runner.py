@@ -19,8 +19,8 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import TextSizes
-from megatron_vlm.rl.agent_program import as_json, record_for_agent
-from megatron_vlm.rl.agent_requests import AgentEpisode, PictureReader
+from megatron_vlm.rl.agent_program import record_for_agent
+from megatron_vlm.rl.agent_requests import AgentEpisode
 from megatron_vlm.rl.agent_server import AgentServer
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group
@@ -167,19 +167,17 @@ class EpisodeRunner:
         assert agents is not None
         shown = dialogue.prompts, first.record, first.where
         # A harness knows its tasks.
-        read = bytes if rl.has_harness else lambda: as_json(record_for_agent(*shown))
+        read = bytes if rl.has_harness else partial(record_for_agent, *shown)
         given = asyncio.ensure_future(asyncio.to_thread(read))
-        pictures = PictureReader(agents.rows)
+        reader = agents.rows.for_episodes()
 
         async def play(episode: Episode) -> None:
             def rate(answer: str) -> asyncio.Future[EnvStep]:
                 return asyncio.wrap_future(self.reward_pool.step(episode.number, answer))
 
             seed_of_request = partial(seed_of, self.cfg.train.seed, step, episode)
-            limits, check = (self.settings, rl.turns), partial(self._check_routing, episode)
-            asking = AgentEpisode(
-                episode, queue, *limits, seed_of_request, self.text, check, pictures
-            )
+            learn = partial(self._add_request, episode)
+            asking = AgentEpisode(episode, queue, rl.turns, seed_of_request, learn, reader)
             episode.shown.append(row)
             # Nothing is awaited before, so that episodes start in their order.
             async with agents.places:
@@ -230,6 +228,11 @@ class EpisodeRunner:
                 break
         self.reward_pool.end(episode.number)
         await queue.leave(episode.number)
+
+    def _add_request(self, episode: Episode, prompt: Row, answer: Completion) -> None:
+        """Add an agent's request with its answer to its episode."""
+        self._check_routing(episode, len(prompt.ids_S), answer)
+        episode.add_request(prompt, answer, self.text(answer.ids))
 
     def _check_routing(self, episode: Episode, prompt: int, answer: Completion) -> None:
         """Refuse experts of an engine that the model does not have."""

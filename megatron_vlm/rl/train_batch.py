@@ -31,9 +31,17 @@ from megatron_vlm.data.batches.balance import (
 from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch, batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_list import TensorList, pack, unpack
-from megatron_vlm.data.tokens.row import GRID_OF, IGNORE, VISUAL_FIELDS, Row, join_parts, parts_of
+from megatron_vlm.data.tokens.row import (
+    GRID_OF,
+    IGNORE,
+    VISUAL_FIELDS,
+    Row,
+    join_parts,
+    parts_of,
+    prompt_row,
+)
 from megatron_vlm.errors import DataError
-from megatron_vlm.rl.episode import Episode, Group, Segment, pictures_of
+from megatron_vlm.rl.episode import Episode, Group, Segment
 
 Aggregate = Literal["tokens", "sequences", "constant"]
 
@@ -184,16 +192,15 @@ def _teacher_of(group: Group, cfg: Config) -> int:
 def _teacher_prompt(episode: Episode, segment: Segment) -> Row | None:
     if episode.teacher_opening is None or segment.teacher_ids is None:
         return None
-    pictures = pictures_of([episode.teacher_opening, *segment.pictures[1:]])
-    ids_S = segment.teacher_ids
-    return Row(ids_S, torch.full_like(ids_S, IGNORE), **pictures)
+    pictures = [episode.teacher_opening, *segment.pictures[1:]]
+    return prompt_row(segment.teacher_ids.tolist(), pictures)
 
 
 def _row(segment: Segment) -> Row:
-    ids_S = torch.tensor(segment.ids)
+    row = prompt_row(segment.ids, segment.pictures)
     drawn_S = torch.tensor([each is not None for each in segment.log_probs])
-    labels_S = torch.where(drawn_S, ids_S, IGNORE)
-    return Row(ids_S, labels_S, **pictures_of(segment.pictures), routing_SLK=segment.routing_SLK)
+    labels_S = torch.where(drawn_S, row.ids_S, IGNORE)
+    return replace(row, labels_S=labels_S, routing_SLK=segment.routing_SLK)
 
 
 def _size(row: Row, work: WorkModel) -> RowSize:

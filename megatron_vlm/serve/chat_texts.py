@@ -26,6 +26,7 @@ from megatron_vlm.serve.http.chat_samples import ChatPrompt, DrawnAnswers
 from megatron_vlm.serve.protocol.chat_messages import read_answer
 from megatron_vlm.serve.protocol.payloads import RequestError
 from megatron_vlm.serve.protocol.requests import HEADS
+from megatron_vlm.serve.sample_calls import StopWords
 
 _WHERE = "messages"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of one byte, where others are text
@@ -53,8 +54,9 @@ class TokenizerTexts:
         self.renderer = self.reader.encoder.renderer
         self.tokenizer, self.max_pixels = self.renderer.tokenizer, max_pixels
         self.chat_format = self.renderer.chat_format
-        ends = stop_ids(folder, self.renderer.end_ids)
-        self.ends = tuple(map(str, self.tokenizer.convert_ids_to_tokens(list(ends))))
+        special = {str(token): id for id, token in self.tokenizer.added_tokens_decoder.items()}
+        self.stops = StopWords(stop_ids(folder, self.renderer.end_ids), special.get)
+        self.ends = tuple(map(str, self.tokenizer.convert_ids_to_tokens(list(self.stops.ends))))
         self.has_switch = self.renderer.template.has_switch
         self.byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         self.has_byte_level = has_byte_level(self.tokenizer)
@@ -134,7 +136,9 @@ class TokenizerTexts:
                 return text.startswith(opening), said.content, said.thoughts, calls
 
             if parts(ids[head:end]) == parts([*prompt[head:], *answer]):
-                ids = [*prompt, *(each for each in answer if each not in ends), *ids[end:]]
+                # The last message may be an answer, which is then to be continued.
+                drew = [each for each in answer if end < len(ids) or each not in ends]
+                ids = [*prompt, *drew, *ids[end + (drew[-1:] == ids[end : end + 1]) :]]
         return ids
 
     def encode(self, text: str) -> list[int]:

@@ -4,6 +4,7 @@ that compute them, with the defaults of the public service. Each is a sum over t
 
 Shapes: S tokens of a row, J targets of a place, P patches, C values of a patch."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -16,7 +17,7 @@ from torch import Tensor
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
 from megatron_vlm.data.records.record import Image
-from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, place_row
+from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, place_row, prompt_row
 from megatron_vlm.errors import MegatronVLMError, show_choices
 from megatron_vlm.family import read_family
 from megatron_vlm.family.spec import ModelSizes
@@ -136,11 +137,18 @@ class RowReader:
         self.tokens, self.longest = sizes.tokens, sizes.text.max_positions
         self.most_pixels = most_pixels
         self.room: Callable[[int], None] | None = None
+        self.shared: dict[bytes, Row] | None = None  # pictures by their digests
 
     def for_request(self, room: Callable[[int], None]) -> "RowReader":
         """Return a copy for one request, which calls `room` with its pixels; that may raise."""
         reader = copy(self)
         reader.room = room
+        return reader
+
+    def for_episodes(self) -> "RowReader":
+        """Return a copy for the requests of a group of episodes, which share each picture."""
+        reader = copy(self)
+        reader.shared = {}
         return reader
 
     def prompt(self, chunks: Sequence[Chunk], where: str) -> Row:
@@ -193,22 +201,25 @@ class RowReader:
         return pixels
 
     def _row(self, chunks: Sequence[Chunk], where: str) -> Row:
-        ids, patches, grids = [], [], []
-        for number, chunk in enumerate(chunks):
-            if isinstance(chunk, Text):
-                ids.append(chunk.tokens)
-                continue
-            opened = read_image(Image(chunk.data), self.policy, f"{where}.chunks[{number}]")
-            grid = self.images.grid(opened.height, opened.width)
-            ids.append(np.full(self.images.num_tokens(grid), self.tokens.image_id))
-            patches.append(self.images.patches(opened))
-            grids.append(grid)
-        ids_S = torch.from_numpy(np.concatenate(ids).astype(np.int64))
-        row = Row(ids_S, torch.full_like(ids_S, IGNORE))
-        if not patches:
-            return row
-        pixels_PC = torch.from_numpy(np.concatenate(patches))
-        return replace(row, pixel_values_PC=pixels_PC, image_grid_I3=torch.tensor(grids))
+        rows = [self._chunk(each, f"{where}.chunks[{at}]") for at, each in enumerate(chunks)]
+        row = prompt_row(np.concatenate([each.ids_S.numpy() for each in rows]), rows)
+        # Parts that no other row has would only take memory.
+        return replace(row, joined=()) if self.shared is None else row
+
+    def _chunk(self, chunk: Chunk, where: str) -> Row:
+        if isinstance(chunk, Text):
+            return prompt_row(chunk.tokens)
+        digest = hashlib.sha256(chunk.data).digest()
+        if self.shared is not None and digest in self.shared:
+            return self.shared[digest]
+        opened = read_image(Image(chunk.data), self.policy, where)
+        grid = self.images.grid(opened.height, opened.width)
+        row = replace(
+            prompt_row(np.full(self.images.num_tokens(grid), self.tokens.image_id)),
+            pixel_values_PC=torch.from_numpy(self.images.patches(opened)),
+            image_grid_I3=torch.tensor([grid]),
+        )
+        return row if self.shared is None else self.shared.setdefault(digest, row)
 
     def _size(self, picture: Picture, where: str) -> tuple[int, int]:
         if picture.size is not None:

@@ -9,14 +9,11 @@ from typing import Any
 from megatron_vlm.config.command_checks import loaded_counts
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tokens.completions import COLDEST
-from megatron_vlm.data.tokens.tokenizer import end_ids, read_tokenizer, stop_ids
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.engines.engine_kinds import EngineSettings, engine_kind
 from megatron_vlm.engines.engine_thread import EngineThread
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family import read_family
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.io.hub import folder_of
 from megatron_vlm.serve.adapter_checks import AdapterChecks
 from megatron_vlm.serve.chat_texts import TokenizerTexts
 from megatron_vlm.serve.engine_samples import EngineSampling
@@ -30,7 +27,7 @@ from megatron_vlm.serve.journal.cleanup import JournalExpiry
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
-from megatron_vlm.serve.sample_calls import SampleBounds, StopWords
+from megatron_vlm.serve.sample_calls import SampleBounds
 from megatron_vlm.serve.served_models import ModelCommands
 from megatron_vlm.serve.service import Service
 from megatron_vlm.version import __version__
@@ -50,10 +47,11 @@ def open_service(
     journal = Journal(Path(cfg.run), bounds, JournalExpiry(superseded=limits.snapshot_seconds))
     opened.callback(journal.close)
     reader = RowReader(cfg, str(base.source.path), base.source.sizes, limits.pixels)
+    texts = TokenizerTexts(cfg, base.source.sizes, limits.pixels)
     # Before HTTP: engines load for minutes.
     samples, engines = _start_engine(cfg, commands, limits, reader.longest, opened)
     prefetcher = RequestPrefetcher(
-        journal, reader, _stop_words(cfg), samples, base.dims.dp, limits.waiting_pixels
+        journal, reader, texts.stops, samples, base.dims.dp, limits.waiting_pixels
     )
     engine_sampling = None
     if engines is not None:
@@ -62,7 +60,6 @@ def open_service(
     service = Service(cfg, commands, journal, prefetcher, engine_sampling)
     service.model_cache.delete_orphan_folders()
     facts = facts_of(cfg, base.source, base.dims)
-    texts = TokenizerTexts(cfg, base.source.sizes, limits.pixels)
     adapters = AdapterChecks(cfg, base.source.sizes)
     app = make_app(journal, limits, keys, facts, service.gauges, texts, samples.longest, adapters)
     service.drawing.hear = app.state.chats.source.pieces.add
@@ -108,14 +105,6 @@ def _start_engine(
     opened.callback(engines.close)
     engines.start(cfg.engine, settings, commands.wait)
     return SampleBounds(limits.max_tokens, longest, "the engine (engine.max_len)", least), engines
-
-
-def _stop_words(cfg: Config) -> StopWords:
-    tokenizer = read_tokenizer(cfg.model.path, cfg.data.add_tokens)
-    special = {str(token): int(id) for id, token in tokenizer.added_tokens_decoder.items()}
-    answer_ends = end_ids(tokenizer, read_family(cfg.model.path).chat)
-    ends = stop_ids(folder_of(cfg.model.path), answer_ends)
-    return StopWords(ends, special.get)
 
 
 def facts_of(cfg: Config, source: HFCheckpoint, dims: ParallelDims) -> ServerFacts:

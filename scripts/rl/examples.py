@@ -1,6 +1,6 @@
-"""Five runs of `megatron-vlm rl` that learn: `make reinforce` runs them.
+"""Six runs of `megatron-vlm rl` that learn: `make reinforce` runs them.
 
-    python scripts/rl/examples.py OUT [own vllm distill crop privileged]
+    python scripts/rl/examples.py OUT [own vllm distill crop privileged agent]
 
 - own, vllm: a tiny model learns by trial and error what colour a shape has. The reward shows only
   whether it was right, never the right answer. The samples come from its own decoder, on two
@@ -10,6 +10,8 @@
 - crop: the model looks twice. It sees a small grey picture, chooses a crop, and names the colour
   there. It thinks before it answers, and the template takes these thoughts out of its first turn.
 - privileged: the model sees a small grey picture, and its teacher is itself with a crop in colour.
+- agent: a program asks for the colour at an HTTP address, and prints the reward. The model begins
+  with a right answer to half of the pictures.
 
 Before that, the model learns the form of an answer from answers to other pictures: it names a
 colour that does not depend on the picture. The exit status is 1 if a run has not learnt.
@@ -45,8 +47,8 @@ TINY = TinySpec(
     from_scratch=True,
 )
 LAST = 10  # the mean over these last steps must reach WANTED
-WANTED = {"own": 0.9, "vllm": 0.9, "distill": 0.9, "crop": 0.75, "privileged": 0.8}
-STEPS = {"own": 90, "vllm": 90, "distill": 60, "crop": 70, "privileged": 50}
+WANTED = {"own": 0.9, "vllm": 0.9, "distill": 0.9, "crop": 0.75, "privileged": 0.8, "agent": 0.75}
+STEPS = {"own": 90, "vllm": 90, "distill": 60, "crop": 70, "privileged": 50, "agent": 25}
 SMALL = replace(TINY, layers=2, hidden=64, vision_depth=1)
 ALIKE = 0.25  # maximum distance of the curves of both samplers, in the mean over all steps
 COMMON = ["model=tiny_cpu", "data.cache_dir=null", "train.micro_batch_size=64"]
@@ -76,16 +78,18 @@ def learn_words(base: Path, data: Path, ignored: str) -> str:
     return f"model.path={run / 'export'}"
 
 
-def make_colours(out: Path) -> list[str]:
-    """Write pictures of one shape each, and train a model that names colours."""
-    folder = out / "colours"
+def make_colours(out: Path, name: str = "colours", right: float = 0.0) -> list[str]:
+    """Write pictures of one shape each, and train a model that names colours. A share of the names
+    that it learns is right."""
+    folder = out / name
     write_shapes(folder, ShapesSpec(4000, 200, kinds=("colour",), max_shapes=1))
     lines = (folder / "train.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     answers = [record["messages"][-1] for record in records]
     random.Random(0).shuffle(answers)
-    for record, answer in zip(records, answers, strict=True):
-        record["messages"][-1] = answer
+    for place, (record, answer) in enumerate(zip(records, answers, strict=True)):
+        if place >= right * len(records):
+            record["messages"][-1] = answer
     words = folder / "words.jsonl"
     words.write_text("".join(json.dumps(record) + "\n" for record in records))
     model = learn_words(out / "base", words, "[kind]")
@@ -93,6 +97,14 @@ def make_colours(out: Path) -> list[str]:
     more = ["data.ignore_keys=[kind]", "data.max_tokens=256", "eval.generate=true"]
     reward = f"rl.reward={HERE / 'colour.py'}:right"
     return [model, *data, *more, "eval.max_new_tokens=4", "rl.kl_coef=0.1", *SIXTEEN, reward]
+
+
+def make_agent(out: Path) -> list[str]:
+    """Return the task of colour_agent.py, with a model that knows half of the colours."""
+    task = make_colours(out, "half", right=0.5)
+    more = ["train.global_batch_size=8", "rl.samples=8", "eval.samples=64", "rl.eval_scores=reward"]
+    more += ["rl.eval_temperature=1"]  # the most likely colour is right from the start
+    return [*task[:-1], f"rl.agent={sys.executable} -SE {HERE / 'colour_agent.py'}", *more]
 
 
 def make_student(out: Path, colours: Sequence[str], teacher: str) -> list[str]:
@@ -183,11 +195,8 @@ def main(out: Path, names: Sequence[str]) -> int:
             print("distill has no teacher: name own or vllm before it")
             continue
         start = time.perf_counter()
-        task = colours
-        if name == "crop":
-            task = make_crops(out)
-        if name == "privileged":
-            task = make_privileged(out)
+        makers = {"crop": make_crops, "privileged": make_privileged, "agent": make_agent}
+        task = makers[name](out) if name in makers else colours
         if name == "distill":
             task = make_student(out, colours, next(iter(curves)))
         curves[name] = curve = learn(out, name, task)

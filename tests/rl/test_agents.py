@@ -5,20 +5,18 @@ pictures that they have sent, and a program that fails costs its episode alone."
 import asyncio
 import json
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
 
+from megatron_vlm.config import load_config
 from megatron_vlm.data.batches.dataset import open_data
 from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
@@ -33,6 +31,7 @@ from megatron_vlm.rl.episode import Episode, Group, Segment
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.rollouts import next_prompts
 from megatron_vlm.rl.train_batch import is_drawn, make_train_batch
+from megatron_vlm.serve.chat_texts import TokenizerTexts
 from megatron_vlm.serve.sample_calls import SampleAsk
 from megatron_vlm.user_code.pool import NoRewards, RewardPool, RewardSettings
 from tests.rl.test_rl import furthest, learnt, lines, samples
@@ -74,14 +73,15 @@ class Played:
         in_rounds: bool = False,
         words: Callable[[str, int], str] = lambda asked, seed: WORDS[seed % 5],
         is_split: bool = False,
+        end: str | None = None,
         **rl: Any,
     ):
         """`words`: the answer to a prompt with this text, by its seed. `is_split`: it has a token
-        for each character."""
+        for each character. `end`: the token that ends it, if it is not the usual one."""
         given = {"agent": f"{sys.executable} {PROGRAM} {kind}", "samples": 2, "max_new_tokens": 99}
         cfg = config(folder, model, **given | rl)
         judged = cfg.rl.reward is not None
-        self.words, self.is_split = words, is_split
+        self.words, self.is_split, self.end = words, is_split, end
         self.most = 0  # episodes at a time
         self.asked: list[tuple[Row, int, Completion]] = []
         with runner_of(cfg, judged) as self.runner:
@@ -100,7 +100,8 @@ class Played:
                 said = self.words(asked, seed)
                 parts = list(said) if self.is_split else [said]
                 ids = [token for part in parts for token in runner.tokenizer(part).input_ids]
-                ids.append(runner.dialogues[0].end_id)
+                usual = runner.dialogues[0].end_id
+                ids.append(runner.tokenizer.vocab[self.end] if self.end else usual)
                 log_probs = tuple(-1.0 - (seed + place) % 64 / 64 for place in range(len(ids)))
                 drawn.append(Completion(tuple(ids), log_probs, "stop", ((0, len(ids)),)))
                 self.asked.append((prompt, seed, drawn[-1]))
@@ -188,26 +189,42 @@ def test_requests_side_by_side_are_segments_of_their_own(folder, model):
 
 
 CALL = '<tool_call>\n{"name":"look",  "arguments":{"x":1}}\n</tool_call>'
-# Answers that the chat template shows in other tokens, or that are empty.
+# Answers that the chat template shows in other tokens or ends in another way, or that are empty.
 SENT_BACK = {
-    "other tokens": ("what is the word?", True),
-    "a break first": ("\n\nred word", False),
-    "nothing": ("", False),
-    "other spaces": (f"I look. {CALL}", False),
-    "a call alone": (CALL, True),
+    "other tokens": ("what is the word?", True, None),
+    "a break first": ("\n\nred word", False, None),
+    "nothing": ("", False, None),
+    "other spaces": (f"I look. {CALL}", False, None),
+    "a call alone": (CALL, True, None),
+    "another end": ("red word", False, "<|endoftext|>"),
 }
 
 
 @pytest.mark.parametrize("drawn", SENT_BACK)
 def test_an_answer_that_comes_back_has_the_tokens_that_were_drawn(folder, model, drawn):
-    said, is_split = SENT_BACK[drawn]
+    said, is_split, end = SENT_BACK[drawn]
     words = lambda asked, seed: said  # noqa: E731
-    given: dict[str, Any] = {"words": words, "is_split": is_split}
+    given: dict[str, Any] = {"words": words, "is_split": is_split, "end": end}
     played = Played(folder, model, "sends_back", **given)
     for episode in played.episodes:
         [segment] = episode.segments
         assert len(played.answers_of(segment)) == 2 and episode.reward == 1
         assert episode.answers == [said, said]
+
+
+@pytest.mark.parametrize("end", ["<turn|>", "<|tool_response>"])
+def test_an_answer_keeps_the_end_token_that_was_drawn(tiny, end):
+    """The chat template ends this answer with <turn|>. An answer at the end is continued."""
+    path, variables = tiny(family="gemma4"), {"enable_thinking": True}
+    texts = TokenizerTexts(load_config([f"model.path={path}"]), read_sizes(path), 10**6)
+    chat = [say("user", "what?"), say("assistant", "red word"), say("user", "and?")]
+    first = texts.prompt(chat[:1], [], variables).ids
+    answer = [*texts.encode("red word"), texts.tokenizer.vocab[end]]
+    drawn, closed = [(first, answer)], texts.encode("<turn|>" * (end != "<turn|>"))
+    whole, continued = (texts.prompt(chat[:n], [], variables, drawn).ids for n in (3, 2))
+    assert continued == [*first, *answer[:-1]]
+    after = texts.prompt(chat, [], variables).ids[len(continued) + 1 :]
+    assert whole == [*first, *answer, *closed, *after]
 
 
 def test_an_answer_that_was_changed_is_rendered(folder, model):
@@ -297,92 +314,6 @@ def test_a_program_that_fails_costs_its_episode(folder, model, kind, capfd):
             Played(folder, model, kind)
 
 
-# What a long-lived server of agents does with an episode, and what comes of it.
-SERVED = {
-    "answers": 3.0,
-    "posts": 4.0,
-    "breaks": "answered with status 500: no tool today",
-    "says nothing": "gave no reward",
-    "floods": "gave no reward",
-    "hangs": "took longer than rl.agent_timeout=3 seconds",
-    "gone": "cannot be reached: All connection attempts failed",
-}
-
-
-@contextmanager
-def agents_at(kind: str) -> Iterator[str]:
-    """Yield the address of a server of agents."""
-    done = threading.Event()
-
-    class Agent(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            given = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            assert given["solution"] == 7 and self.path == "/agent"
-            body = {"model": given["OPENAI_MODEL"], "messages": given["messages"]}
-            url, key = given["OPENAI_BASE_URL"], given["OPENAI_API_KEY"]
-            assert f"/e/{key}/v1" in url
-            agent_program.post(url + "/chat/completions", body)
-            if kind == "posts":
-                agent_program.post(given["REWARD_URL"], 4)
-            if kind == "hangs":
-                done.wait()
-            self.send_response(500 if kind == "breaks" else 200)
-            self.end_headers()
-            said = {"answers": '{\n"reward": 3}', "breaks": "no tool today", "floods": "x" * 10**7}
-            with suppress(ConnectionError):
-                self.wfile.write(said.get(kind, "").encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Agent)
-    address = f"http://127.0.0.1:{server.server_port}/agent"
-    if kind == "gone":
-        server.server_close()
-        yield address
-        return
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield address
-    finally:
-        done.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-@pytest.mark.parametrize("kind", SERVED)
-def test_an_agent_may_be_a_server(folder, model, kind, capfd):
-    expected, seconds = SERVED[kind], 3.0 if kind == "hangs" else 100.0
-    with agents_at(kind) as url:
-        given: dict[str, Any] = {"agent": url, "failed_reward": -1.0, "agent_timeout": seconds}
-        played = Played(folder, model, kind, **given)
-    is_text = isinstance(expected, str)
-    assert [each.reward for each in played.episodes] == [-1 if is_text else expected] * 2
-    assert not is_text or expected in capfd.readouterr().err
-
-
-def test_errors_have_the_form_of_their_api(folder, model):
-    """Also those of paths that no episode has, and of a page in a browser."""
-    loop = asyncio.new_event_loop()
-    agents = AgentServer(config(folder, model, agent="true"), read_sizes(model), 9, loop)
-    try:
-        for path in ("v1/models", "v1/nothing", "reward", "anthropic/v1/messages", "anthropic/x"):
-            for head, status in (({}, 410), ({"Origin": "http://evil"}, 403)):
-                is_unknown = path in ("v1/nothing", "anthropic/x") and not head
-                method = "POST" if path in ("reward", "anthropic/v1/messages") else "GET"
-                url = f"http://127.0.0.1:{agents.port}/e/nobody/{path}"
-                answer = httpx.request(method, url, headers=head)
-                assert answer.status_code == (404 if is_unknown else status)
-                error, body = answer.json()["error"], answer.json()
-                assert ("type" in body) == path.startswith("anthropic")
-                assert error["message"] and "serve.keys" not in error["message"]
-    finally:
-        agents.close()
-        loop.close()
-
-
 def test_a_request_that_is_repeated_is_one_draw():
     """It is, where its first connection has closed before the answer, and where it says so."""
     settings, drawn = SamplingSettings(4), list[Completion]()
@@ -398,16 +329,17 @@ def test_a_request_that_is_repeated_is_one_draw():
     async def repeat() -> list[Segment]:
         queue = CompletionQueue(SimpleNamespace(sample=sample), settings)
         seed_of = lambda name: zlib.crc32(name.encode())  # noqa: E731
-        limits = queue, settings, 8, seed_of, str, lambda *_: None, None
-        asking = AgentEpisode(Episode(0, 0, 0, "here", {}), *limits)
-        gone = asyncio.create_task(asking.draw(ask, False))
+        episode = Episode(0, 0, 0, "here", {})
+        learn = lambda prompt, answer: episode.add_request(prompt, answer, "")  # noqa: E731
+        asking = AgentEpisode(episode, queue, 8, seed_of, learn, None)
+        gone = asyncio.create_task(asking.draw(ask, "name", False))
         await asyncio.sleep(0)
         gone.cancel()
-        first = asyncio.create_task(asking.draw(ask, False))
+        first = asyncio.create_task(asking.draw(ask, "name", False))
         await asyncio.sleep(0)
         gate.set()
-        assert await first == await asking.draw(ask, True) == drawn
-        assert await asking.draw(ask, False) == drawn[1:] != drawn[:1]
+        assert await first == await asking.draw(ask, "name", True) == drawn
+        assert await asking.draw(ask, "name", False) == drawn[1:] != drawn[:1]
         return asking.episode.segments
 
     segments = asyncio.run(repeat())

@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest -m slow tests/rl/test_examples.py
 """Examples of `make reinforce`. In one a model thinks, looks twice, and learns: each turn is a row,
-because the template takes thoughts out of earlier turns. In the other its teacher is itself."""
+because the template takes thoughts out of earlier turns. In another its teacher is itself, and in
+the third a program asks for the answers."""
 
 import json
 
@@ -39,3 +40,14 @@ def test_a_model_learns_what_it_sees_better_as_its_teacher(tmp_path):
     """Measured on 200 held-out pictures: 0.705 before, 0.92 after. Rewards are only reported."""
     _, before, after = learnt(tmp_path / "out", "privileged")
     assert before < 0.78 and after > 0.84
+
+
+@pytest.mark.slow
+@pytest.mark.rotate(1, group="examples of rl")
+@pytest.mark.timeout(1800)
+def test_a_model_learns_what_a_program_asks(tmp_path):
+    """Measured on 64 held-out pictures, at temperature 1: 0.44 before, 0.875 after."""
+    lines, before, after = learnt(tmp_path / "out", "agent")
+    assert before < 0.65 and after > 0.7
+    for line in lines:
+        assert line["kind"] != "rl" or line["rows"] == line["turns"] == 1

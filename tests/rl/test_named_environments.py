@@ -17,7 +17,9 @@ import pytest
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.user_code.pool import RewardPool, RewardSettings
+from tests.rl.test_agents import Played, folder
 from tests.rl.test_rl import LEAN, lines, samples, words
+from tests.support import agent_program
 from tests.support.error_fields import raises
 from tests.support.pool import free_port
 
@@ -25,18 +27,21 @@ ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support" / "named_environments"
 RECIPE = re.compile(r"```python\n(# tasks\.py.*?)```", re.DOTALL)
 
+__all__ = ["folder"]  # a fixture
+
 
 def python_of(package: str) -> Path:
     return ROOT / f".venv-{package}" / "bin" / "python"
 
 
-def run(package: str, *given: object) -> str:
+def run(package: str, *given: object, stdin: str = "") -> str:
     """Run Python in the environment of a package, and return its output."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME")}
     paths = {"PYTHONPATH": f"{ROOT}:{SUPPORT}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [python_of(package), *map(str, given)],
         env={**kept, **paths},
+        input=stdin,
         capture_output=True,
         text=True,
     )
@@ -95,6 +100,22 @@ def test_a_harness_of_verifiers_plays_episodes(model, tmp_path):
     for episode in learn(tmp_path, model, "verifiers:grey_verifiers"):
         assert episode["reward"] == len(episode["answers"][1].strip()) % 5
         assert episode["figures"]["grey"] in (0, 64, 128, 255)
+
+
+@pytest.mark.slow
+@pytest.mark.engine("verifiers")
+def test_the_ids_are_those_of_the_train_client_of_verifiers(folder, model):
+    """Its renderer makes the prompt of the first request, and from it and the drawn ids that of the
+    second, each with a picture."""
+    messages = json.loads((folder / "train.jsonl").read_text())["messages"]
+    messages[0]["content"][0]["image"] = str(folder / "a.png")
+    played = Played(folder, model, "two_turns")
+    more = [agent_program.user(agent_program.grey(99), "again?")]
+    for episode in played.episodes:
+        first, second = played.answers_of(episode.segments[0])
+        given = {"model": model, "first": messages, "drawn": first[2].ids, "second": more}
+        said = run("verifiers", SUPPORT / "renderer_ids.py", stdin=json.dumps(given))
+        assert json.loads(said) == [each[0].ids_S.tolist() for each in (first, second)]
 
 
 @pytest.mark.slow

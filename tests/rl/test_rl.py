@@ -585,6 +585,10 @@ REFUSED = {
     "engine.python=/usr/bin/python3": "starts no engine",
     "rl.los=ppo": "rl.loss",
     "rl.reward=rewards.py": "rl.reward",
+    "rl.agent=http://127.0.0.1:99999/run": "99999/run cannot be read: Port out of range",
+    "rl.agent=ftp://127.0.0.1/run": "ftp://127.0.0.1/run is not an address of HTTP",
+    'rl.agent="python agent\'s.py"': "cannot be read: No closing quotation; give a command",
+    "rl.agent=no-such-program a.py": "there is no program 'no-such-program'",
 }
 
 

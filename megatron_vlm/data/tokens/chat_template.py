@@ -157,7 +157,7 @@ class ChatTemplate:
 
     def _form(self, turn: ChatMessage) -> dict[str, Any]:
         """Return the turn in the form that the template expects."""
-        message = _message(turn)
+        message = template_message(turn)
         in_text = self.thoughts.end in str(message["content"])
         return self._split(message) if in_text and not self._reads_thoughts_in_text else message
 
@@ -235,7 +235,7 @@ class ChatTemplate:
         return opened.removeprefix(closed)
 
 
-def _message(turn: ChatMessage) -> dict[str, Any]:
+def template_message(turn: ChatMessage) -> dict[str, Any]:
     """Return the turn in the form that templates expect."""
     texts = [part for part in turn.parts if isinstance(part, str)]
     content: Any = "".join(texts)

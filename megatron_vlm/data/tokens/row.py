@@ -379,3 +379,10 @@ def join_parts(parts: Mapping[str, Sequence[Part]]) -> dict[str, Any]:
             visuals[GRID_OF[name]] = grids[0] if is_one else torch.cat(grids)
             joined += [] if is_one else [JoinedPixels(visuals[name], tuple(own_parts))]
     return {**visuals, "joined": tuple(joined)}
+
+
+def prompt_row(ids: Sequence[int] | np.ndarray, shown: Sequence[Row] = ()) -> Row:
+    """Return a row of tokens without labels, with the pictures and videos of other rows."""
+    ids_S = torch.tensor(ids, dtype=torch.long)
+    parts = {name: [part for row in shown for part in parts_of(row, name)] for name in GRID_OF}
+    return Row(ids_S, torch.full_like(ids_S, IGNORE), **join_parts(parts))
