@@ -19,16 +19,16 @@ PACKAGE = ROOT / "megatron_vlm"
 LONG_FILE = 450  # lines
 SMALL_FILE = 90  # lines; with one importer, such a file may belong into it
 BUDGETS = {
-    "files": 475,
+    "files": 452,
     "files over 450 lines": 0,
     "small files with one importer": 14,
     "longest function": 80,
     "90 % of functions": 25,
     "keys": 217,
     "commands": 19,
-    "words of docs": 63_400,
+    "words of docs": 63_850,
     "words of README": 466,
-    "lines of tests": 77_500,
+    "lines of tests": 78_150,
 }
 ROW = re.compile(r"^\| ([\d,]+) \| \S.{20,} \|$", re.MULTILINE)  # of the table in CHANGELOG.md
 

@@ -43,7 +43,10 @@ PAGES = [
 STRINGS = (ast.Constant, ast.JoinedStr, ast.BinOp)
 FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Programs of other packages, whose words are not checked.
-FOREIGN = "cd docker export git head hf make nvidia-smi pip python3 ray rsync source uv uvx vllm"
+FOREIGN = (
+    "cd docker export git head hf llama-quantize llama-server make nvidia-smi pip python3 ray rsync "
+    "source uv uvx vllm"
+)
 
 
 @dataclass(frozen=True)
