@@ -44,8 +44,8 @@ STRINGS = (ast.Constant, ast.JoinedStr, ast.BinOp)
 FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Programs of other packages, whose words are not checked.
 FOREIGN = (
-    "cd docker export git head hf llama-quantize llama-server make nvidia-smi pip python3 ray rsync "
-    "source uv uvx vllm"
+    "cd docker export git head hf llama-quantize llama-server make nvidia-smi pip python3 ray "
+    "rsync source uv uvx vllm"
 )
 
 
