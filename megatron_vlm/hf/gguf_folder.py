@@ -53,7 +53,7 @@ def gguf_change() -> ChangeFolder:
 
 
 def _to_gguf(gguf: Any, source: HFCheckpoint, folder: Path) -> None:
-    every = _check_model(gguf, source)
+    interval = _check_model(gguf, source)
     model = HFCheckpoint(folder)
     model.read_headers()
     decoder = getattr(gguf.MODEL_ARCH, _DECODERS[source.family.model_type])
@@ -68,7 +68,7 @@ def _to_gguf(gguf: Any, source: HFCheckpoint, folder: Path) -> None:
         writer.add_file_type(getattr(gguf.LlamaFileType, file_type))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         if kind is decoder:
-            _describe_decoder(writer, model, every)
+            _describe_decoder(writer, model, interval)
             _describe_tokenizer(gguf, writer, folder, model.sizes.text.vocab)
         else:
             _describe_tower(gguf, writer, model)
@@ -83,16 +83,16 @@ def _to_gguf(gguf: Any, source: HFCheckpoint, folder: Path) -> None:
 
 
 def _check_model(gguf: Any, source: HFCheckpoint) -> int:
-    """Return that every so many-th layer has full attention. Refuse models without a form here."""
+    """Return the interval of layers with full attention. Refuse models without a form here."""
     kind, text = source.family.model_type, source.sizes.text
     full = [isinstance(layer.mixer, FullAttention) for layer in text.layers]
-    every = full.index(True) + 1 if any(full) else len(full)
+    interval = full.index(True) + 1 if any(full) else len(full)
     lacks = {
         f"models of model_type {kind}": not hasattr(gguf.MODEL_ARCH, _DECODERS.get(kind, "?")),
         "reward models": source.sizes.has_score,
         "experts in some of the layers": 0 < len(text.expert_layers) < text.num_layers,
         f"full attention in layers {[n for n, is_full in enumerate(full) if is_full]}": full
-        != [(number + 1) % every == 0 for number in range(len(full))],
+        != [(number + 1) % interval == 0 for number in range(len(full))],
     }
     if (net := text.delta_net) is not None:
         lacks["keys and values of delta nets of other widths"] = net.key_dim != net.value_dim
@@ -105,10 +105,10 @@ def _check_model(gguf: Any, source: HFCheckpoint) -> int:
                 found="gguf",
                 allowed=f"models of model_type {', '.join(_DECODERS)}",
             )
-    return every
+    return interval
 
 
-def _describe_decoder(writer: Any, model: HFCheckpoint, every: int) -> None:
+def _describe_decoder(writer: Any, model: HFCheckpoint, interval: int) -> None:
     text = model.sizes.text
     attention, experts, net = text.attentions[0], text.experts, text.delta_net
     assert isinstance(attention, FullAttention)
@@ -131,7 +131,7 @@ def _describe_decoder(writer: Any, model: HFCheckpoint, every: int) -> None:
         values |= dict(ssm_conv_kernel=net.kernel, ssm_state_size=net.key_dim)
         values |= dict(ssm_group_count=net.key_heads, ssm_time_step_rank=net.value_heads)
         values["ssm_inner_size"] = net.value_dim * net.value_heads
-        values |= dict(full_attention_interval=every, rope_dimension_count=attention.rotary.dim)
+        values |= dict(full_attention_interval=interval, rope_dimension_count=attention.rotary.dim)
     for name, value in values.items():
         if value is not None:
             getattr(writer, f"add_{name}")(value)
