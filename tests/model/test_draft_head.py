@@ -65,7 +65,9 @@ def test_equals_the_formula(case, sizes, batch, pool, tiny, record_property):
     outcomes = pool.run(loss_and_grads, case.world, path, training, rows)
     assert all(each.means == outcomes[0].means for each in outcomes)
     actual = outcomes[0]
-    deviations = {"loss": abs(actual.means["mtp_loss"] / expected.loss - 1)}
+    # A divergence near 0 is a difference of log-probs near -5, with their rounding. The loss may
+    # be 1e-6 apart, ten times the measured worst case.
+    deviations = {"loss": 10 * abs(actual.means["mtp_loss"] - expected.loss)}
     own = {name: grad for name, grad in actual.grads.items() if name.startswith(PREFIX)}
     assert own.keys() == expected.grads.keys()
     check_worst(deviations | relative_errors(own, expected.grads), TOLERANCE, record_property)

@@ -39,6 +39,9 @@ def test_first(): pass
 def test_second(): pass
 
 def test_plain(): pass
+
+@pytest.mark.full
+def test_full(): pass
 """
 
 
@@ -54,10 +57,15 @@ def collected(folder: Path, **environment: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("environment", "cases", "others"),
-    [({"COMMIT": "1"}, [2, 3], ["second"]), full({"LONG": "1"}, [*range(5)], ["first", "second"])],
+    [
+        ({"COMMIT": "1"}, [2, 3], ["second", "plain", "full"]),
+        full({"COMMIT": "1", "HALF": "1"}, [2, 3], ["second", "plain"]),
+        full({"COMMIT": "2", "HALF": "1"}, [4], ["first", "plain", "full"]),
+        full({"LONG": "1"}, [*range(5)], ["first", "second", "plain", "full"]),
+    ],
 )
 def test_marked_cases_rotate(environment, cases, others, tmp_path):
     """The hook of conftest.py deselects the cases that another commit plays."""
     (tmp_path / "test_played.py").write_text(PLAYED)
     names = collected(tmp_path, **environment)
-    assert names == [*(f"cases[{case}]" for case in cases), *others, "plain"]
+    assert names == [*(f"cases[{case}]" for case in cases), *others]

@@ -82,7 +82,7 @@ def test_what_is_no_reward_model_is_refused(pool, folder, model, judge, tmp_path
         "there is no model in": (tmp_path / "none",),
         "has no score.weight, so it is no reward model": (model,),
         "score.weight is (2, 48)": (tmp_path / "two",),
-        "rl.agent is set": (judge, "rl.agent=true"),
+        "rl.agent is set": (judge, "rl.agent=python"),
         "has no effect with rl.reward=model:": (judge, "rl.failed_reward=1"),
     }
     for problem, (where, *more) in cases.items():

@@ -222,8 +222,9 @@ def test_the_judge_of_the_page_gives_the_probability_of_a_word(
     exec(program.replace('"yes"', repr(word)), scope)
 
     async def rewards() -> list[float]:
-        pairs = itertools.product(records, answers)
-        return await asyncio.gather(*(scope["score"](*each) for each in pairs))
+        async with scope["judge"]:  # to close its connections
+            pairs = itertools.product(records, answers)
+            return await asyncio.gather(*(scope["score"](*each) for each in pairs))
 
     assert asyncio.run(rewards()) == pytest.approx(expected, rel=10 * TOLERANCE)
     assert len(set(expected)) > 1

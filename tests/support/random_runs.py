@@ -5,7 +5,8 @@ their place in the list. Each commit plays another window of it, and `make test-
 whole set. COMMIT=... replays the window of another commit.
 
 `@pytest.mark.rotate(2)` makes each commit play two of a test's cases. Tests with a common `group`
-rotate together. conftest.py deselects the others.
+rotate together. conftest.py deselects the others. With HALF=1, as in CI, a commit plays the full
+cases of one half of the files, and of tests/model all.
 """
 
 import os
@@ -18,6 +19,8 @@ from pathlib import Path
 import pytest
 
 LONG = os.environ.get("LONG") == "1"
+HALF = os.environ.get("HALF") == "1"
+ALWAYS = "tests/model/"  # parity with transformers
 ROOT = Path(__file__).parents[2]
 
 
@@ -53,7 +56,7 @@ def not_played(items: list[pytest.Item]) -> list[pytest.Item]:
             group = mark.kwargs.get("group", item.nodeid.partition("[")[0])
             groups[group].append(item)
             sizes[group] = mark.args[0]
-    left = []
+    left = _full_of_other_commits(items) if HALF else []
     for group, members in groups.items():
         played = window(len(members), sizes[group])
         left += [item for number, item in enumerate(members) if number not in played]
@@ -62,3 +65,13 @@ def not_played(items: list[pytest.Item]) -> list[pytest.Item]:
 
 if __name__ == "__main__":  # python -m tests.support.random_runs A B prints the one that is played
     print(*(sys.argv[1:][number] for number in window(len(sys.argv) - 1, 1)))
+
+
+def _full_of_other_commits(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the full cases of the files that have no turn in this commit: one half of them."""
+    full = [
+        item for item in items if "full" in item.keywords and not item.nodeid.startswith(ALWAYS)
+    ]
+    files = sorted({item.nodeid.partition("::")[0] for item in full})
+    turn = {file for number, file in enumerate(files) if number % 2 == commit_number() % 2}
+    return [item for item in full if item.nodeid.partition("::")[0] not in turn]
