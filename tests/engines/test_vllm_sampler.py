@@ -563,7 +563,10 @@ def test_weights_are_streamed_from_every_rank(
         record_property("apart", difference)
         assert difference < TOLERANCE
     assert worst(ours(pool, base, answered(some, after)), after) > 0.1  # they have learnt
-    assert [(a.ids, a.log_probs) for [a] in after] == [(b.ids, b.log_probs) for [b] in loaded]
+    for [streamed], [read] in zip(after, loaded, strict=True):
+        # How requests meet in the engine's batches depends on the machine, and so does rounding.
+        assert streamed.ids == read.ids
+        assert streamed.log_probs == pytest.approx(read.log_probs, abs=TOLERANCE)
 
 
 class _Stream:
