@@ -63,15 +63,15 @@ def not_played(items: list[pytest.Item]) -> list[pytest.Item]:
     return left
 
 
-if __name__ == "__main__":  # python -m tests.support.random_runs A B prints the one that is played
-    print(*(sys.argv[1:][number] for number in window(len(sys.argv) - 1, 1)))
-
-
 def _full_of_other_commits(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the full cases of the files that have no turn in this commit: one half of them."""
-    full = [
-        item for item in items if "full" in item.keywords and not item.nodeid.startswith(ALWAYS)
-    ]
-    files = sorted({item.nodeid.partition("::")[0] for item in full})
-    turn = {file for number, file in enumerate(files) if number % 2 == commit_number() % 2}
-    return [item for item in full if item.nodeid.partition("::")[0] not in turn]
+    files: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if "full" in item.keywords and not item.nodeid.startswith(ALWAYS):
+            files[item.nodeid.partition("::")[0]].append(item)
+    others = sorted(files)[1 - commit_number() % 2 :: 2]
+    return [item for file in others for item in files[file]]
+
+
+if __name__ == "__main__":  # python -m tests.support.random_runs A B prints the one that is played
+    print(*(sys.argv[1:][number] for number in window(len(sys.argv) - 1, 1)))
