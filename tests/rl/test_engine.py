@@ -6,15 +6,23 @@ reach the engine.
 """
 
 import json
+import random
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
+from megatron_vlm.data.tokens.reader import RowMaker
+from megatron_vlm.training.worker import MegatronWorker
+from tests.model.test_parity import layout
 from tests.rl.test_rl import check_rows, furthest, go, held_out, learnt, lines, samples, thinking
-from tests.support import agent_program
-from tests.support.chats import say, text
+from tests.support import agent_program, rl_tasks
+from tests.support.chats import picture, say, text
 from tests.support.engine import ENVIRONMENT
+from tests.support.runs import call
 from tests.support.sets import write_set
 
 pytestmark = [
@@ -113,6 +121,63 @@ def test_an_engine_has_the_weights_of_gated_delta_nets(pool, folder, tiny, name,
             assert line["accepted"] == pytest.approx(sum(line["accepted_at"]))
             drawn = line["rounds"] * (1 + line["accepted"]) + 1
             assert 0 <= drawn - line["answer_tokens"] <= 2
+
+
+def write_walks(folder: Path) -> None:
+    """Write walks around a circle of colours, of which one step in four leads backwards."""
+    rng, records = random.Random(0), []
+    for row in range(256):
+        places = [row % 6]
+        for _ in range(7):
+            places.append((places[-1] + rng.choice([1, 1, 1, -1])) % 6)
+        parts = [text(f"{row % 10}?")]
+        if row % 2:
+            name = f"{row % 16}.png"
+            picture(40 + 4 * (row % 16), 72, row % 16).save(folder / name)
+            parts.insert(0, {"type": "image", "image": name})
+        answer = say("assistant", text(" ".join(rl_tasks.COLOURS[place] for place in places)))
+        records.append({"messages": [say("user", *parts), answer]})
+    (folder / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+
+
+def fit(folder: Path, worker: MegatronWorker) -> None:
+    """Teach the walks to a model and its head for drafts."""
+    maker, rng = RowMaker(worker.cfg.model.path, image_root=str(folder)), random.Random(0)
+    rows = [maker.row(json.loads(line)) for line in (folder / "train.jsonl").open()]
+    for _ in range(120):
+        worker.forward_backward(rng.sample(rows, 16))
+        worker.optim_step(lr=3e-3)
+    worker.export_hf(str(folder / "fitted"))
+
+
+def test_a_head_that_learns_drafts_for_a_policy_that_moves(pool, tiny, tmp_path, record_property):
+    """Rewards turn the walks around. What the engine accepts of a head that does not learn falls,
+    and of one that learns it is what the trainer expects in each step, for the same weights."""
+    sizes = dict(family="qwen3_5", head_dim=32, linear_key_dim=64, linear_value_dim=64)
+    path = tiny("bfloat16", from_scratch=True, mtp_layers=1, vision_depth=1, **sizes)
+    write_walks(tmp_path)
+    case = replace(layout(mtp="train"), train={"micro_batch_size": 16})
+    pool.run(call, 1, path, case, partial(fit, tmp_path))
+    more = ["train.precision=bf16", "engine.draft_tokens=1", "rl.max_new_tokens=20"]
+    more += [f"rl.reward={rl_tasks.__file__}:backwards", "rl.samples=8", "rl.kl_coef=null"]
+    more += ["train.steps=20", "train.global_batch_size=4", "train.micro_batch_size=16"]
+    more += ["optim.lr=1e-3", "optim.eps=1e-8", "data.eval=null", "checkpoint.export=false"]
+    accepted = {}
+    for mtp in ("carry", "train"):
+        words = [str(tmp_path / "fitted"), mtp, *ENGINE, *more, f"model.mtp={mtp}"]
+        run = learnt(pool, 1, tmp_path, *words)
+        records = lines(run, "rl")
+        accepted[mtp] = [line["accepted"] for line in records]
+        record_property(mtp, accepted[mtp])
+        record_property(f"rewards of {mtp}", [line["reward"] for line in records])
+        assert fmean(line["reward"] for line in records[-3:]) > records[0]["reward"] + 0.3
+    expected = [line["mtp_accepted"] for line in lines(run, "step")]
+    record_property("expected", expected)
+    apart = [abs(a - b) for a, b in zip(accepted["train"], expected, strict=True)]
+    # The engine counts some 190 draws a step, and none at the places that a draft has covered.
+    assert max(apart) < 0.2 and fmean(apart) < 0.08
+    frozen, trained = (fmean(accepted[mtp][-3:]) for mtp in ("carry", "train"))
+    assert accepted["carry"][0] - frozen > 0.07 and trained - frozen > 0.13
 
 
 GEMMA4 = {

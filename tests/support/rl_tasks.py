@@ -2,6 +2,7 @@
 by their path."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import PIL.Image
@@ -119,6 +120,15 @@ class Tools:
             said = {"role": "assistant", "content": "black"}
             return EnvStep(1.0, [first, said, {"role": "user", "content": "so"}], is_new=True)
         return EnvStep(1.0)
+
+
+COLOURS = ("red", "green", "blue", "yellow", "black", "white")
+
+
+def backwards(record: Mapping[str, Any], answer: str) -> float:
+    """Return the share of seven steps around the circle of colours that lead backwards."""
+    places = [COLOURS.index(word) if word in COLOURS else -9 for word in answer.split()]
+    return sum((b - a) % 6 == 5 for a, b in pairwise(places[:8]) if min(a, b) >= 0) / 7
 
 
 def short(record: Mapping[str, Any], answer: str) -> float:
