@@ -158,10 +158,10 @@ def test_a_head_that_learns_drafts_for_a_policy_that_moves(pool, tiny, tmp_path,
     write_walks(tmp_path)
     case = replace(layout(mtp="train"), train={"micro_batch_size": 16})
     pool.run(call, 1, path, case, partial(fit, tmp_path))
-    more = ["train.precision=bf16", "engine.draft_tokens=1", "rl.max_new_tokens=20"]
+    more = ["train.precision=bf16", "engine.draft_tokens=1", "rl.max_new_tokens=12"]
     more += [f"rl.reward={rl_tasks.__file__}:backwards", "rl.samples=8", "rl.kl_coef=null"]
-    more += ["train.steps=20", "train.global_batch_size=4", "train.micro_batch_size=16"]
-    more += ["optim.lr=1e-3", "optim.eps=1e-8", "data.eval=null", "checkpoint.export=false"]
+    more += ["train.steps=14", "train.global_batch_size=4", "train.micro_batch_size=16"]
+    more += ["optim.lr=1.5e-3", "optim.eps=1e-8", "data.eval=null", "checkpoint.export=false"]
     accepted = {}
     for mtp in ("carry", "train"):
         words = [str(tmp_path / "fitted"), mtp, *ENGINE, *more, f"model.mtp={mtp}"]
