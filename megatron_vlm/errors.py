@@ -2,6 +2,7 @@
 into a sentence, so that all messages have one form and tests can check the facts."""
 
 import errno
+import importlib.util
 import os
 import re
 import reprlib
@@ -102,6 +103,16 @@ class CheckpointError(MegatronVLMError):
 
 class TrainError(MegatronVLMError):
     """A run that cannot continue."""
+
+
+def require_extra(
+    extra: str, *modules: str, kind: type[MegatronVLMError] = ConfigError, **named: Any
+) -> None:
+    """Refuse what needs modules of an extra that is not installed. `named`: its key or place."""
+    for module in modules:
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            remedy = f"run pip install 'megatron_vlm[{extra}]'"
+            raise kind(f"needs the package {module}", remedy=remedy, **named)
 
 
 @contextmanager

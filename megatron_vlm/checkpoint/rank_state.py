@@ -126,7 +126,7 @@ def _writes(grid: RankGroups, entry: Entry, sharded: bool, turn: int) -> bool:
     if entry.origin is Origin.copy:
         return False
     is_tp_turn = entry.layout.cut is not None or turn % grid.tp.size == grid.tp.rank
-    copies = grid.copies_of(entry.layout.cut)
+    copies = grid.edp if entry.layout.cut == "ep" else grid.dp  # replicas with the same part
     return is_tp_turn and (sharded or turn % copies.size == copies.rank)
 
 

@@ -211,9 +211,7 @@ def run_doctor(model: str | None = None) -> int:
 
 def checks_table(checks: Sequence[Check]) -> Table:
     """Return a table with one line per check, with its advice below."""
-    table = plain_table()
-    for column in ("status", "what", "found"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("status", "what", "found", first=3)
     for check in checks:
         detail = Text(escape_controls(check.found))
         if check.advice:

@@ -223,9 +223,7 @@ def print_scores(scores: Mapping[str, Mapping[str, float]]) -> None:
         values = (_show_score(figures.get(name)) for name in names)
         rows.append((escape_controls(held_out), *values))
     header, *body = zip(*rows, strict=True) if has_many else rows
-    table = plain_table()
-    for place, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if place else "left", overflow="fold")
+    table = plain_table(*map(Text, header), first=1)
     for row in body:
         table.add_row(*map(Text, row))
     Console(stderr=True, highlight=False).print(table)

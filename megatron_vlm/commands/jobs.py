@@ -1,7 +1,6 @@
 """`megatron-vlm train`, `rl` and `serve`: their arguments, and the processes that they start."""
 
 import argparse
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from megatron_vlm.config.arguments import add_overrides, read_configuration
 from megatron_vlm.config.command_checks import check_used
 from megatron_vlm.config.key_docs import listing
 from megatron_vlm.distributed.process import print_to_user, rank_of_process
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, require_extra
 from megatron_vlm.run.run_folder import (
     check_folder,
     check_unnamed,
@@ -201,11 +200,8 @@ def serve(args: argparse.Namespace) -> int:
     cfg, _, arguments = _compose(args, "serve", check_serve)
     if args.cfg:
         return 0
-    for name in ("fastapi", "uvicorn", "google.protobuf", "zstandard"):
-        if importlib.util.find_spec(name.partition(".")[0]) is None:
-            raise ConfigError(
-                f"needs {name}", place="serve", remedy="run pip install 'megatron_vlm[serve]'"
-            )
+    modules = ("fastapi", "uvicorn", "google.protobuf", "zstandard")
+    require_extra("serve", *modules, place="serve")
     check_dry_run_arguments(args)
     check_engine(cfg, "serve")
     check_run(cfg, args.gpus)

@@ -25,9 +25,9 @@ import yaml  # type: ignore[import-untyped]
 
 from megatron_vlm.config import key_hints
 from megatron_vlm.config.schema import key_types, leaves
-from megatron_vlm.errors import ConfigError, DataError, gather_errors, show_value
+from megatron_vlm.errors import ConfigError, DataError, gather_errors, show_value, within
 from megatron_vlm.io.atomic import read_mark
-from megatron_vlm.io.untrusted import UntrustedFile, home_path, require_file
+from megatron_vlm.io.untrusted import UntrustedFile, home_path
 
 _MAX_VALUES = 10_000
 MAX_YAML_DEPTH = 32
@@ -171,29 +171,9 @@ class ConfigFile:
     @staticmethod
     def read(path: str) -> "ConfigFile":
         """Read the file at this path."""
-        try:
-            with open(require_file(home_path(path)), "rb") as file:
-                content = file.read(MAX_CONFIG_BYTES + 1)
-            if len(content) > MAX_CONFIG_BYTES:
-                raise ConfigError(
-                    f"has more than {MAX_CONFIG_BYTES} bytes, so it is no configuration",
-                    key="--config",
-                    found=path,
-                )
-            return ConfigFile.parse(content.decode("utf-8-sig"), path)
-        except DataError as error:
-            raise ConfigError(f": {error}", key="--config") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"is not UTF-8 text, at byte {error.start}",
-                key="--config",
-                found=path,
-                remedy="save it as UTF-8",
-            ) from error
-        except OSError as error:
-            raise ConfigError(
-                f"cannot be read: {error.strerror}", key="--config", found=path
-            ) from error
+        with within("--config"):
+            text = UntrustedFile(str(home_path(path)), ConfigError).text(MAX_CONFIG_BYTES)
+        return ConfigFile.parse(text, path)
 
     @staticmethod
     def parse(text: str, name: str) -> "ConfigFile":
@@ -338,7 +318,7 @@ def _leaves(
     is_map = node.tag.endswith(":map")
     is_group = is_dataclass(kinds.get(key))
     # A section of another trainer is answered by its name, or else key by key.
-    is_name = re.fullmatch(r"[\w.-]+", key) is not None and not key_hints.is_of_other_trainer(key)
+    is_name = re.fullmatch(r"[\w.-]+", key) is not None and key_hints.counterpart_of(key) is None
     is_section = key not in kinds and is_name and bool(node.value)
     if is_map and (is_group or is_section) and depth < MAX_YAML_DEPTH:
         for name, inner in document.pairs(node):

@@ -171,11 +171,6 @@ def hint(wrong: str) -> str:
     return f"the groups of keys are {', '.join(groups)}: see megatron-vlm train --help"
 
 
-def is_of_other_trainer(name: str) -> bool:
-    """Return whether another trainer has this name, and there is an answer to it."""
-    return counterpart_of(name) is not None
-
-
 def counterpart_of(name: str) -> str | None:
     """Return our key for a name that another trainer has, or the sentence on what is here instead.
     Nothing is guessed."""

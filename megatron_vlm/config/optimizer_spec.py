@@ -35,12 +35,6 @@ class OptimizerSpec:
         """Bytes of one state of a weight."""
         return _BYTES[self.states]
 
-    @property
-    def num_states(self) -> tuple[int, int]:
-        """Number of states of each weight of a matrix, and of each other weight."""
-        others = len(self.state_names)
-        return len(self.matrix_state_names) or others, others
-
 
 def optimizer_spec(optim: OptimConfig) -> OptimizerSpec:
     """Return the optimizer of a configuration."""

@@ -110,10 +110,6 @@ class RankGroups:
         """Return the processes that a parameter is cut over, or None for a whole one."""
         return {None: None, "tp": self.tp, "ep": self.ep}[cut]
 
-    def copies_of(self, cut: CutGroup | None) -> GroupAxis:
-        """Return the replicas that hold the same part of a parameter."""
-        return self.edp if cut == "ep" else self.dp
-
     def gather(self, cut: CutGroup | None, local: Tensor) -> list[Tensor]:
         """Gather the parts of a parameter from all processes that it is cut over. A collective."""
         if (axis := self.axis_of(cut)) is None:

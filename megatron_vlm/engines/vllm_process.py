@@ -117,7 +117,19 @@ _DELTA_NET_WIDTHS = (
     _ELSEWHERE,
 )
 # By what vLLM says: the problem, the key and the remedy.
-_LIMITS_ON_CPU = {
+_REFUSALS = {
+    "No module named 'vllm'": (
+        "has no vLLM",
+        "python",
+        "for the CPU run `make vllm-env` and give .venv-vllm/bin/python; on GPUs, install vllm in "
+        "an environment of its own",
+    ),
+    "Unsupported CPU attention configuration": (
+        ": vLLM's attention on a CPU takes heads that are 32, 64, 80, 96, 112, 128 or a larger "
+        "multiple of 32 wide, and this model's are not",
+        "folder",
+        _ELSEWHERE,
+    ),
     "CPU GDN attention requires BF16": (
         ": vLLM's gated delta nets on a CPU take bfloat16 alone",
         "dtype",
@@ -139,25 +151,7 @@ def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exc
     """Return the error of an engine that does not start, with the remedy, or None if the cause is
     unknown."""
     text = f"{error}\n{words}"
-    if "No module named 'vllm'" in text:
-        return ConfigError(
-            "has no vLLM",
-            place="the engine",
-            key="python",
-            found=settings.python,
-            remedy="for the CPU run `make vllm-env` and give .venv-vllm/bin/python; on GPUs, "
-            "install vllm in an environment of its own",
-        )
-    if "Unsupported CPU attention configuration" in text:
-        return ConfigError(
-            ": vLLM's attention on a CPU takes heads that are 32, 64, 80, 96, 112, 128 or a larger "
-            "multiple of 32 wide, and this model's are not",
-            place="the engine",
-            key="folder",
-            found=settings.folder,
-            remedy=_ELSEWHERE,
-        )
-    for sign, (problem, key, remedy) in _LIMITS_ON_CPU.items():
+    for sign, (problem, key, remedy) in _REFUSALS.items():
         if sign in text:
             found = getattr(settings, key)
             return ConfigError(problem, place="the engine", key=key, found=found, remedy=remedy)

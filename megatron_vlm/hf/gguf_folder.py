@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as _QWEN2
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as _QWEN3_5
 
-from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.errors import CheckpointError, require_extra
 from megatron_vlm.family.decoder_layers import FullAttention, GatedDeltaNet
 from megatron_vlm.family.processor_files import read_processor
 from megatron_vlm.family.spec import Part, TensorSpec, TextSizes
@@ -41,15 +41,8 @@ Named = Iterator[tuple[str, Tensor]]
 
 def gguf_change() -> ChangeFolder:
     """Return the change of a folder. Raise ConfigError if the package `gguf` is missing."""
-    try:
-        return partial(_to_gguf, import_module("gguf"))
-    except ImportError as error:
-        raise ConfigError(
-            "needs the package gguf",
-            key="--as",
-            found="gguf",
-            remedy="run pip install 'megatron_vlm[gguf]'",
-        ) from error
+    require_extra("gguf", "gguf", key="--as", found="gguf")
+    return partial(_to_gguf, import_module("gguf"))
 
 
 def _to_gguf(gguf: Any, source: HFCheckpoint, folder: Path) -> None:

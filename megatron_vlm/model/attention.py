@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
@@ -25,7 +24,7 @@ from megatron_vlm.family.flash_attention import TORCH, is_flash, prefer_kernel
 from megatron_vlm.family.spec import Tokens
 from megatron_vlm.family.tower_attention import takes_lengths
 from megatron_vlm.model.attention_kernels import as_added, attend
-from megatron_vlm.model.decoder_layer import PassContext
+from megatron_vlm.model.decoder_layer import PassContext, mixer_linears
 from megatron_vlm.model.flash_windows import Window, window_attention
 from megatron_vlm.model.fused_ops import FusedOps, Norm, gate_output
 
@@ -193,26 +192,7 @@ class UnscaledSelfAttention(MegatronModule):
         self.chains = chains
         self.groups = sizes.kv_heads // tp.size()
         outputs = sizes.query + (1 if sizes.values_are_keys else 2) * sizes.kv
-        self.linear_qkv = ColumnParallelLinear(
-            config.hidden_size,
-            outputs,
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            tp_group=tp,
-        )
-        self.linear_proj = RowParallelLinear(
-            sizes.query,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_group=tp,
-        )
+        self.linear_qkv, self.linear_proj = mixer_linears(config, outputs, sizes.query, tp)
         eps = config.layernorm_epsilon
         # Megatron sums the gradients of parameters with these two names over TP.
         self.q_layernorm = Norm(chains, sizes.head_dim, eps)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
@@ -52,6 +54,29 @@ class PassContext:
             yield
         finally:
             mixer.context = layer.mlp.routing = None
+
+
+def mixer_linears(
+    config: TransformerConfig, outputs: int, inputs: int, tp: Any
+) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    """Return the first linear of a mixer, which has these outputs, and the last, which has these
+    inputs, over all ranks of `tp`. Both have no bias and unset weights."""
+    width, shared = config.hidden_size, {"config": config, "bias": False, "tp_group": tp}
+    first = ColumnParallelLinear(
+        *(width, outputs),
+        init_method=config.init_method,
+        gather_output=False,
+        skip_bias_add=False,
+        **shared,
+    )
+    last = RowParallelLinear(
+        *(inputs, width),
+        init_method=config.output_layer_init_method,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        **shared,
+    )
+    return first, last
 
 
 class DecoderLayer(TransformerLayer):

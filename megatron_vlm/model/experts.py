@@ -8,6 +8,7 @@ I inputs and O outputs of a layer.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,12 +165,8 @@ class SharedExpert(nn.Module):
     ):
         super().__init__()
         self.swiglu = chains.swiglu
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.utils.skip_init(
-                nn.Linear, inputs, outputs, bias=False, device=device, dtype=dtype
-            )
-
+        unset = {"bias": False, "device": device, "dtype": dtype}
+        linear = partial(nn.utils.skip_init, nn.Linear, **unset)
         self.gate_up, self.down = linear(hidden, 2 * width), linear(width, hidden)
         self.gate = linear(hidden, 1)
 
@@ -323,12 +320,8 @@ class MLPBesideExperts(ExpertMLP):
         self.activation = chains.geglu
         hidden, eps, dtype = config.hidden_size, config.layernorm_epsilon, config.params_dtype
         self.eps = eps
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.utils.skip_init(
-                nn.Linear, inputs, outputs, bias=False, device=device, dtype=dtype
-            )
-
+        unset = {"bias": False, "device": device, "dtype": dtype}
+        linear = partial(nn.utils.skip_init, nn.Linear, **unset)
         width = sizes.dense_width
         parts = {"gate_up": linear(hidden, 2 * width), "down": linear(width, hidden)}
         self.dense = nn.ModuleDict(parts)

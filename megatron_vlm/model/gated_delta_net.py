@@ -12,14 +12,13 @@ sees before one.
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.family.decoder_layers import GatedDeltaNet
-from megatron_vlm.model.decoder_layer import PassContext
+from megatron_vlm.model.decoder_layer import PassContext, mixer_linears
 from megatron_vlm.model.delta_rule import DeltaRule, delta_step
 from megatron_vlm.model.fused_ops import FusedOps
 from megatron_vlm.model.kv_cache import KVCache
@@ -61,32 +60,14 @@ class GatedDeltaMixer(MegatronModule):
         keys, values = sizes.keys // ranks, sizes.values // ranks
         self.mixed = (keys, keys, values)
         outputs = sum(self.mixed) + values + 2 * self.value_heads
-        self.in_proj = ColumnParallelLinear(
-            config.hidden_size,
-            outputs * ranks,
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            tp_group=self.tp,
-        )
+        self.in_proj, last = mixer_linears(config, outputs * ranks, sizes.values, self.tp)
         self.conv1d = nn.Parameter(
             torch.empty(sum(self.mixed), 1, sizes.kernel, dtype=config.params_dtype)
         )
         self.A_log = _fp32_parameter(self.value_heads)
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads, dtype=config.params_dtype))
         self.norm = _fp32_parameter(sizes.value_dim)
-        self.out_proj = RowParallelLinear(
-            sizes.values,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_group=self.tp,
-        )
+        self.out_proj = last  # parameters are in the order in which they are set
         self.context: PassContext | None = None  # the pass sets it
 
     def forward(

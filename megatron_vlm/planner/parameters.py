@@ -145,7 +145,9 @@ def _of_chunk(
 def _params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> list[RankParam]:
     """Return every parameter of one rank of a stage, in the order of the built module."""
     layers, is_last = dims.layers_of(stage), stage == dims.pp - 1
-    of_matrices, of_others = optimizer_spec(cfg.optim).num_states
+    spec = optimizer_spec(cfg.optim)
+    of_others = len(spec.state_names)
+    of_matrices = len(spec.matrix_state_names) or of_others
     return [
         RankParam(
             entry.values_per_rank(dims),

@@ -22,11 +22,8 @@ def preview_uri(pixels: np.ndarray) -> str:
     image = PIL.Image.fromarray(pixels)
     image.thumbnail((_PREVIEW_SIDE, _PREVIEW_SIDE))
     uri = picture_uri(image)
-    return (
-        uri
-        if len(uri) <= _PREVIEW_PNG_LENGTH
-        else picture_uri(image, "JPEG", quality=_JPEG_QUALITY)
-    )
+    is_short = len(uri) <= _PREVIEW_PNG_LENGTH
+    return uri if is_short else picture_uri(image, "JPEG", quality=_JPEG_QUALITY)
 
 
 def picture_uri(image: PIL.Image.Image, kind: str = "PNG", **options: int) -> str:

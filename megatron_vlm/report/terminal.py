@@ -28,9 +28,13 @@ _TIMELINE_WIDTH = 72
 _IDLE = "."
 
 
-def plain_table(**more: Any) -> rich.table.Table:
-    """Return a table with nothing but a line under its head. `more`: arguments of rich's Table."""
-    return rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), **more)
+def plain_table(*columns: str | Text, first: int = 0, **more: Any) -> rich.table.Table:
+    """Return a table with nothing but a line under its head. Columns after the `first` ones are
+    numbers, on the right. `more`: arguments of rich's Table."""
+    table = rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), **more)
+    for place, name in enumerate(columns):
+        table.add_column(name, overflow="fold", justify="left" if place < first else "right")
+    return table
 
 
 def print_report(report: sections.Report, console: Console) -> None:
@@ -99,9 +103,8 @@ def _show_group(part: Section, coloured: bool) -> Iterator[RenderableType]:
 
 
 def _table(part: sections.Table) -> rich.table.Table:
-    table = plain_table(caption=part.caption or None, caption_justify="left")
-    for place, name in enumerate(part.header):
-        table.add_column(name, overflow="fold", justify="right" if place else "left")
+    caption = part.caption or None
+    table = plain_table(*part.header, first=1, caption=caption, caption_justify="left")
     for row in part.rows:
         table.add_row(*map(_text, row))
     return table

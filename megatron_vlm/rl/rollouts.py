@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
@@ -91,16 +91,12 @@ def next_prompts(data: DataSet, position: Position, count: int) -> tuple[list[Ha
     """Return this number of prompts from a position on, across epochs, and the position after
     them."""
     prompts: list[Handle] = []
-    for handle, after in islice(_from(data, position), count):
-        prompts.append(handle)
-        position = after
-    return prompts, position
-
-
-def _from(data: DataSet, position: Position) -> Iterator[tuple[Handle, Position]]:
     while True:
-        for handle, _, after in data.epoch(position):
-            yield handle, after
+        for handle, _, after in islice(data.epoch(position), count - len(prompts)):
+            prompts.append(handle)
+            position = after
+        if len(prompts) == count:
+            return prompts, position
         position = Position(position.epoch + 1)
 
 

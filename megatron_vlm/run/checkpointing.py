@@ -2,7 +2,7 @@
 export of the last or the best one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -156,7 +156,7 @@ class CheckpointManager:
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
         dist.barrier(group=host_group())
-        content = replace(progress, data=self.data, frozen=self.frozen).to_json()
+        content = asdict(replace(progress, data=self.data, frozen=self.frozen))
         async_save, run = self.cfg.checkpoint.async_save, self.claim.run if self.claim else None
         texts = self.more_texts()
         self.pending = save(self.worker, target, content, async_save, run, self.head, texts=texts)

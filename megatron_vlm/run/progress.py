@@ -4,7 +4,7 @@ checkpoint is due, by the clock, in steps or in epochs."""
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -70,9 +70,6 @@ class Progress:
         other_scores = self.scores if self.scored_step == self.step else {}
         set_scores = {key: value for key, value in scores.items() if key != "seconds"}
         return replace(self, scores={**other_scores, name: set_scores}, scored_step=self.step)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "Progress":

@@ -209,7 +209,9 @@ class Run:
                         break
                     do_step(step)
                     self.is_interval_over = self.interval.is_over(step + 1)
-                    self.evaluate_if_due()
+                    # Before the save, so that a checkpoint knows the best.
+                    if self.progress.step == self.total_steps or self._is_due(self.cfg.eval.every):
+                        self.evaluate()
                     self.save_if_due()
                     if self.is_interval_over:
                         self.interval.restart()
@@ -293,11 +295,6 @@ class Run:
             self.log.usage(done, memory, self.phase_times.take())
         if (warning := self.guard.check(done, metrics, norm)) is not None:
             self.log.event(done, warning)
-
-    def evaluate_if_due(self) -> None:
-        """Evaluate if that is due: before the save, so that a checkpoint knows the best."""
-        if self.progress.step == self.total_steps or self._is_due(self.cfg.eval.every):
-            self.evaluate()
 
     def _is_due(self, every: int | str | None) -> bool:
         now = self.progress

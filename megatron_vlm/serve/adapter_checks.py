@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -68,7 +69,7 @@ class AdapterChecks:
         """Check an adapter, and return the settings of a model with it."""
         try:
             with self.lock:
-                return self._settings(folder, lora).as_json()
+                return asdict(self._settings(folder, lora))
         except MegatronVLMError as error:
             text = str(error).replace(f"lora.path={folder}", "the adapter")
             text = text.replace(f"{folder}/", "")

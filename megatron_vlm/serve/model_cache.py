@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -87,7 +87,7 @@ class ModelCache:
     def _make(
         self, name: str, form: ModelSettings, training: bool, folder: str | None, moments: bool
     ) -> None:
-        make, settings = self.commands.models.make, form.as_json()
+        make, settings = self.commands.models.make, asdict(form)
         self.commands.call(make, name, settings, training, folder, moments)
 
     def save(self, loaded: LoadedModel, folder: Path, moments: bool) -> None:

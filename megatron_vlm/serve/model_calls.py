@@ -91,7 +91,7 @@ class ModelCalls:
     def _creation_result(
         self, id: str, kind: str, made: ModelSettings, moments: bool = True, **more: str
     ) -> Done:
-        facts: dict[str, Any] = {"form": made.as_json(), "moments": moments}
+        facts: dict[str, Any] = {"form": asdict(made), "moments": moments}
         if made.rank:  # weights_info returns these
             facts |= {flag: part in made.targets for flag, part in schemas.PARTS.items()}
         change = ModelChange(id, state="ready", facts=facts)
@@ -161,7 +161,7 @@ class ModelCalls:
             model.id,
             model.base_model,
             folder,
-            facts={"form": loaded.form.as_json()},
+            facts={"form": asdict(loaded.form)},
         )
         answer = _json({"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"})
         return answer, Changes(samplers=(sampler,))
@@ -187,7 +187,7 @@ class ModelCalls:
             folder = self._export(folder, loaded.form)
         size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
         expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
-        facts = {"form": loaded.form.as_json(), "moments": moments}
+        facts = {"form": asdict(loaded.form), "moments": moments}
         return NamedCheckpoint(
             loaded.id, kind, name, folder, size, expires, form.user_metadata or {}, facts
         )

@@ -5,7 +5,7 @@ Models with adapters share the base model's weights. A fully trained model has i
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -45,12 +45,8 @@ class ModelSettings:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> "ModelSettings":
-        """Create the settings from the result of `as_json`."""
+        """Create the settings from the result of `dataclasses.asdict` after JSON."""
         return ModelSettings(**{**fields, "targets": tuple(fields["targets"])})
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the settings as a dictionary for JSON."""
-        return asdict(self)
 
     def config(self, cfg: Config) -> Config:
         """Return the configuration of the model's workers."""

@@ -72,7 +72,8 @@ class Int8Moment:
 
     def write(self, start: int, values: Tensor, noise: Tensor | None) -> None:
         assert start % QUANTIZED_BLOCK == 0
-        values = square_root(values) if self.is_root else values
+        if self.is_root:  # in fp32 MKL now and then returns a neighbour of the nearest root
+            values = values.double().sqrt_().float()
         padding = -len(values) % QUANTIZED_BLOCK
         blocks = torch.nn.functional.pad(values, (0, padding)).view(-1, QUANTIZED_BLOCK)
         scales_B = blocks.abs().amax(dim=1)
@@ -143,11 +144,6 @@ def code_tables(signed: bool) -> tuple[Tensor, Tensor]:
     codes = torch.searchsorted(values, ends, right=True).sub_(1).clamp_(max=254)
     assert int((codes[0] - codes[1]).abs().max()) <= 1
     return values, codes.amin(dim=0).int()
-
-
-def square_root(values: Tensor) -> Tensor:
-    """Return the roots, rounded to the nearest. In fp32 MKL returns the next ones now and then."""
-    return values.double().sqrt_().float()
 
 
 def noise_seed(step: int) -> int:

@@ -186,7 +186,7 @@ class Feeder:
             data = open_data(specs, "data.train", cfg.data, path, sizes, share, kind=kind)
             data = with_scores(data, cfg)
             remarks = asdict(Remarks.from_data(data, "data.train", cfg.data))
-            return data, (data.length, fingerprint(data, cfg).to_json(), remarks)
+            return data, (data.length, asdict(fingerprint(data, cfg)), remarks)
 
         self.data, (self.length, saved, remarks) = open_together(
             "data.train", grid, opening, watchdog
@@ -241,7 +241,7 @@ def open_together(
 
 
 def _check_same(local: Fingerprint) -> None:
-    fingerprints = [Fingerprint.from_json(item) for item in all_gather_json(local.to_json())]
+    fingerprints = [Fingerprint.from_json(item) for item in all_gather_json(asdict(local))]
     for rank, other in enumerate(fingerprints):
         differences = [*fingerprints[0].changed_order(other), *fingerprints[0].changed_rows(other)]
         if differences:

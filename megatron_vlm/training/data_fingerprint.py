@@ -3,7 +3,7 @@ it."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_vlm.config.data_sources import WITHOUT_EFFECT
@@ -25,9 +25,6 @@ class Fingerprint:
 
     order: Mapping[str, str] = field(default_factory=dict)  # what a place in the data depends on
     rows: Mapping[str, str] = field(default_factory=dict)  # what else decides tokens and targets
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @staticmethod
     def from_json(saved: Any) -> "Fingerprint":

@@ -342,7 +342,9 @@ def squared_norm(
         squared, group = torch.zeros(2, device=device), dist.group.WORLD
         for part in parts:
             sharded = isinstance(part, DistributedOptimizer)
-            copies = 1 if sharded else (grid.edp if _has_experts(part) else grid.dp).size
+            # Megatron makes a separate optimizer for experts.
+            of_experts = (group["is_expert_parallel"] for group in part.param_groups)
+            copies = 1 if sharded else (grid.edp if any(of_experts) else grid.dp).size
             squared += _sum_of_squares([part], device, of_drafts) / copies
     dist.all_reduce(squared, group=group)
     return squared
@@ -357,11 +359,6 @@ def _sum_of_squares(
     zero = torch.zeros((), device=device)
     norms = [torch.stack(torch._foreach_norm(kind)).norm() if kind else zero for kind in kinds]
     return torch.stack(norms) ** 2
-
-
-def _has_experts(part: MegatronOptimizer) -> bool:
-    """Return whether an optimizer updates experts. Megatron makes a separate optimizer for them."""
-    return any(group["is_expert_parallel"] for group in part.param_groups)
 
 
 @torch.no_grad()

@@ -226,23 +226,17 @@ class KnownShapeP2P(P2PCommunicator):
             extras = Carry.extras(sizes, dims, place, bool(batch.visual), learns)
             return tokens * (1 + extras), rows, sizes.text.hidden
 
-        def outputs(stage: int) -> list[Shape]:
-            """Return the shapes that a stage sends on, in order; the end sends nothing."""
-            places = [(dims.place_of(stage, chunk), batches[item]) for item, chunk in order]
-            return [after(place, batch) for place, batch in places if place < pp * chunks - 1]
-
-        def gradients(stage: int) -> list[Shape]:
-            """Return the shapes that a stage sends back, in order: the gradient of each input.
-            Backward takes the chunks in the opposite order."""
-            places = [
-                (dims.place_of(stage, chunks - 1 - chunk), batches[item]) for item, chunk in order
-            ]
-            return [after(place - 1, batch) for place, batch in places if place > 0]
+        def shapes(stage: int, back: bool = False) -> list[Shape]:
+            """Return the shapes that a stage sends on, in order, or back: the gradient of each
+            input, for which backward takes the chunks in the opposite order. The ends send none."""
+            for_chunk = range(chunks)[::-1] if back else range(chunks)
+            places = [(dims.place_of(stage, for_chunk[n]) - back, batches[m]) for m, n in order]
+            return [after(place, batch) for place, batch in places if 0 <= place < pp * chunks - 1]
 
         # The last stage comes before the first: it sends on the outputs of its inner chunks.
-        self.to_next = iter(outputs(stage))
-        self.from_prev = iter(outputs((stage - 1) % pp))
-        self.from_next = iter(gradients((stage + 1) % pp))
+        self.to_next = iter(shapes(stage))
+        self.from_prev = iter(shapes((stage - 1) % pp))
+        self.from_next = iter(shapes((stage + 1) % pp, back=True))
 
     def _communicate(
         self,

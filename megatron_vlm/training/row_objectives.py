@@ -283,7 +283,8 @@ class EmbeddingObjective:
         if stage.grid.is_last_stage:
             embeddings = [each.embeddings_NH for each in outputs]
             gathered = GlobalRows.gather(embeddings, batches, stage.grid.dp.group, stage.device)
-            rows = RetrievalRows.from_examples(gathered.example_T)
+            examples = torch.tensor([each for each, _ in gathered.places], dtype=torch.long)
+            rows = RetrievalRows.from_examples(examples.to(gathered.values_TH.device))
             slopes_TH, sums = info_nce(gathered.values_TH, rows, self.cfg.embed)
         stage.grid.from_last_stage(sums)
         queries, *others = sums.tolist()

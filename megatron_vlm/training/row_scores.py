@@ -206,12 +206,6 @@ class GlobalRows:
             values_TH, tuple(flat[old] for old in order), tuple(number[place] for place in own)
         )
 
-    @property
-    def example_T(self) -> Tensor:
-        """Number of each row's example in the global batch."""
-        examples = torch.tensor([example for example, _ in self.places], dtype=torch.long)
-        return examples.to(self.values_TH.device)
-
     def dealt(self, name: str, table_TH: Tensor, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return this replica's batches with the row value `name`, from a table of all rows."""
         local_RH = table_TH[torch.tensor(self.local, dtype=torch.long, device=table_TH.device)]

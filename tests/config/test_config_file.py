@@ -233,16 +233,16 @@ def test_only_a_small_regular_file_of_text_is_read(tmp_path):
     (tmp_path / "latin").write_bytes(b"run: caf\xe9")
     for name, message in {
         "pipe": "named pipe",
-        "large": f"{MAX_CONFIG_BYTES} bytes",
+        "large": f"{MAX_CONFIG_BYTES:,} bytes",
         "latin": "byte 8",
         "nothing": "nothing: does not exist",
         ".": "folder",
     }.items():
-        with raises(ConfigError, key="--config") as caught:
+        with raises(ConfigError, place_has="--config: ") as caught:
             ConfigFile.read(str(tmp_path / name))
         assert message in str(caught.value)
         assert str(tmp_path / name).rstrip("/.") in str(caught.value)
-    with raises(ConfigError, key="--config"):
+    with raises(ConfigError, place_has="--config: "):
         ConfigFile.read("a\0b")
 
 

@@ -406,5 +406,7 @@ def test_frames_that_cannot_be_read(tmp_path):
 
 def test_without_pyav(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(DataError, match=r"needs PyAV; pip install 'megatron_vlm\[video\]'"):
+    with pytest.raises(
+        DataError, match=r"needs the package av; run pip install 'megatron_vlm\[video\]'"
+    ):
         probe_video(tmp_path / "clip.mp4")

@@ -2,7 +2,7 @@
 """Models in memory and folders on disk, with ranks that only write folders."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_type_hints
 
@@ -62,7 +62,7 @@ def in_memory(journal: Journal, model_cache: ModelCache) -> tuple[str, str]:
     """Return a session, and a model of it that has done a step."""
     session, model = a_model(journal)
     call = journal.accept(a_step(model, 1)).request_id
-    facts = ModelChange(model, facts={"form": FORM.as_json()})
+    facts = ModelChange(model, facts={"form": asdict(FORM)})
     journal.finish(call, DONE, Changes(models=(facts,)))
     model_cache.create(model, FORM)
     model_cache.models[model].record_change(1)

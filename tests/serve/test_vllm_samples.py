@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ class Desk:
             snapshot = self.run / "weights" / name
             (snapshot / FORM).mkdir(parents=True, exist_ok=True)
             (snapshot / FORM / "x.safetensors").write_text(name)
-        facts = {"form": ModelSettings(rank, 0).as_json()}
+        facts = {"form": asdict(ModelSettings(rank, 0))}
         id = f"{self.session}:sample:{next(self.numbers)}"
         new = SamplingSession(id, self.session, None, "tiny", snapshot, facts=facts)
         self.journal.create_sampler(new)

@@ -250,10 +250,7 @@ def print_memory(plan: RunPlan, target: TargetMachine, console: Console) -> None
 
 def batch_table(steps: Sequence[Step]) -> Table:
     """Return a table of the micro-batches of the first steps: rows x tokens, patches."""
-    table = plain_table()
-    table.add_column("step")
-    table.add_column("replica")
-    table.add_column("micro-batches", overflow="fold")
+    table = plain_table("step", "replica", "micro-batches", first=3)
     for number, shares in enumerate(steps):
         for replica, share in enumerate(shares):
             shapes = [f"{b.rows}x{b.tokens} ({b.patches:,})" for b in share]
@@ -263,11 +260,9 @@ def batch_table(steps: Sequence[Step]) -> Table:
 
 def memory_table(plan: RunPlan) -> Table:
     """Return a table with one line per stage."""
-    table = plain_table()
     columns = ["weights", "gradients", "optimizer", "activations", "working", "total"]
     columns += [c for c in ("nccl", "host") if any(getattr(parts, c) for parts in plan.memory)]
-    for column in ("stage", *columns):
-        table.add_column(column, justify="right")
+    table = plain_table("stage", *columns)
     for stage, parts in enumerate(plan.memory):
         table.add_row(str(stage), *(size_text(getattr(parts, column)) for column in columns))
     return table

@@ -124,9 +124,7 @@ def try_reward(cfg: Config, data: DataSet) -> Iterator[TriedAnswer]:
 
 def reward_table(tried: list[TriedAnswer]) -> Table:
     """Return a table with a line for each answer."""
-    table = plain_table()
-    for column in ("record", "answer", "reward", "figures"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("record", "answer", "reward", "figures", first=4)
     for each in tried:
         figures = "  ".join(f"{name} {value:g}" for name, value in each.response.figures.items())
         text = each.answer[:_LONGEST] + "..." * (len(each.answer) > _LONGEST)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.errors import DataError
+from megatron_vlm.errors import DataError, require_extra
 from megatron_vlm.family.video_plan import VideoInfo
 from megatron_vlm.io.untrusted import reason, require_file
 
@@ -83,14 +83,9 @@ def _quarter_turns(frame: Any) -> int:
 @contextmanager
 def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
     """Yield PyAV's container and its main video stream, and name the file in PyAV's errors."""
-    try:
-        import av
-    except ImportError as error:
-        raise DataError(
-            ": reading videos needs PyAV",
-            place=str(path),
-            remedy="pip install 'megatron_vlm[video]'",
-        ) from error
+    require_extra("video", "av", kind=DataError, place=str(path))
+    import av
+
     try:
         # Titles and the like are not read: some are not UTF-8. PyAV 19 keeps their bytes, and
         # has no such option.

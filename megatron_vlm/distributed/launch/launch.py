@@ -1,6 +1,5 @@
 """Start of a command's processes, unless torchrun, Slurm or Ray has already started them."""
 
-import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -9,20 +8,9 @@ from megatron_vlm.config.checks import processes_for
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.launch.local_launcher import run_job
 from megatron_vlm.distributed.process import is_under_launcher, run_process
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import require_extra
 
 _RAY_ROOM = 36  # bytes of TMPDIR: Ray adds 71 for its sockets, and Linux allows 107
-
-
-def check_ray() -> None:
-    """Refuse launch.backend=ray where Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "needs Ray",
-            key="launch.backend",
-            found="ray",
-            remedy="run pip install 'megatron_vlm[ray]'",
-        )
 
 
 def ray_address(cfg: Config) -> str:
@@ -46,7 +34,7 @@ def launch(
     if is_under_launcher():
         return run_process(command, arguments)
     if cfg.launch.backend == "ray" and command.__name__ in ("run_train", "run_rl", "run_serve"):
-        check_ray()
+        require_extra("ray", "ray", key="launch.backend", found="ray")
         address = ray_address(cfg)
         from megatron_vlm.distributed.launch.ray_launcher import run_ray_job
 

@@ -18,7 +18,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.family.frame_resize import resize_frame
 from megatron_vlm.family.processor_files import read_processor
 from megatron_vlm.family.video_plan import Grid
@@ -29,6 +29,16 @@ _ON = ("do_resize", "do_rescale", "do_convert_rgb")
 _FIXED: dict[str, Any] = {**dict.fromkeys(_ON, True), "do_normalize": False}
 _FIXED |= {"resample": 3, "rescale_factor": 1 / 255}
 _OWN_NAMES = ("patch_size", "max_soft_tokens", "pooling_kernel_size")
+_SAME_TOKENS = "which gives every picture the same number of tokens"
+
+
+def refuse_given(
+    kind: type[MegatronVLMError], settings: Mapping[str, Any], why: str, **fields: str
+) -> None:
+    """Refuse the first of these settings that is not None. `fields`: place and remedy."""
+    for key, value in settings.items():
+        if value is not None:
+            raise kind(f"has no meaning for Gemma 4, {why}", key=key, found=value, **fields)
 
 
 @dataclass(frozen=True)
@@ -47,15 +57,9 @@ class Gemma4Images:
     ) -> "Gemma4Images":
         """Read the checkpoint's settings. `chosen` may not bound the pixels of pictures."""
         path, raw = read_fixed(folder, "image", "preprocessor_config.json", _FIXED)
-        for key in ("min_pixels", "max_pixels"):
-            if chosen.get(key):
-                raise ConfigError(
-                    "has no meaning for Gemma 4, which gives every picture the same number of "
-                    "tokens",
-                    key=f"data.{key}",
-                    found=chosen[key],
-                    remedy=f"leave it out, and set max_soft_tokens in {path} to one of {BUDGETS}",
-                )
+        bounds = {f"data.{key}": chosen.get(key) or None for key in ("min_pixels", "max_pixels")}
+        remedy = f"leave it out, and set max_soft_tokens in {path} to one of {BUDGETS}"
+        refuse_given(ConfigError, bounds, _SAME_TOKENS, remedy=remedy)
         return Gemma4Images(**{key: raw[key] for key in _OWN_NAMES if raw.get(key)})
 
     @property
@@ -77,16 +81,8 @@ class Gemma4Images:
         self, min_pixels: int | None, max_pixels: int | None, where: str
     ) -> "Gemma4Images":
         """Return these settings; a record may not bound its pixels."""
-        for key, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
-            if value is not None:
-                raise DataError(
-                    "has no meaning for Gemma 4, which gives every picture the same number of "
-                    "tokens",
-                    place=where,
-                    key=key,
-                    found=value,
-                    remedy="leave it out",
-                )
+        bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        refuse_given(DataError, bounds, _SAME_TOKENS, place=where, remedy="leave it out")
         return self
 
     def num_tokens(self, grid: Grid) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.frame_resize import resize_frame
 from megatron_vlm.family.gemma4.chat import CHAT
-from megatron_vlm.family.gemma4.images import Gemma4Images, read_fixed, spread
+from megatron_vlm.family.gemma4.images import Gemma4Images, read_fixed, refuse_given, spread
 from megatron_vlm.family.video_plan import VideoInfo, VideoOptions, VideoPlan
 
 _ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
@@ -40,15 +40,10 @@ class Gemma4Videos(Gemma4Images):
     ) -> "Gemma4Videos":
         """Read the checkpoint's settings. `chosen` may not bound pixels or frames."""
         path, raw = read_fixed(folder, "video", "video_preprocessor_config.json", _FIXED)
-        for key, value in chosen.items():
-            if value is not None:
-                raise ConfigError(
-                    "has no meaning for Gemma 4, which takes the same number of frames and tokens "
-                    "of every video",
-                    key=f"data.video.{key}",
-                    found=value,
-                    remedy=f"leave it out, and set num_frames or max_soft_tokens in {path}",
-                )
+        settings = {f"data.video.{key}": value for key, value in chosen.items()}
+        why = "which takes the same number of frames and tokens of every video"
+        remedy = f"leave it out, and set num_frames or max_soft_tokens in {path}"
+        refuse_given(ConfigError, settings, why, remedy=remedy)
         return Gemma4Videos(**{key: raw[key] for key in _OWN_NAMES if raw.get(key)})
 
     def plan(
@@ -60,15 +55,9 @@ class Gemma4Videos(Gemma4Images):
     ) -> VideoPlan:
         """Choose frames, and the size of each. A record may set the number of frames (nframes), or
         how many to take in a second (fps)."""
-        for key, value in vars(options).items():
-            if value is not None and key not in ("nframes", "fps", "times"):
-                raise DataError(
-                    "has no meaning for Gemma 4",
-                    place=where,
-                    key=key,
-                    found=value,
-                    remedy="leave it out; nframes and fps choose the frames",
-                )
+        others = {k: v for k, v in vars(options).items() if k not in ("nframes", "fps", "times")}
+        why = "where nframes and fps choose the frames"
+        refuse_given(DataError, others, why, place=where, remedy="leave it out")
         fps = info.rate(where)
         count, length = info.num_frames, info.num_frames
         if sample:

@@ -275,11 +275,8 @@ def print_tables(lines: Sequence[dict[str, Any]], worst: Sequence[RecordLine]) -
 
     from megatron_vlm.report.terminal import plain_table
 
-    console, table = Console(stderr=True, highlight=False), plain_table()
-    for name in ("set", "source"):
-        table.add_column(name, overflow="fold")
-    for name in ("records", "tokens", "log-prob", "perplexity"):
-        table.add_column(name, justify="right")
+    console = Console(stderr=True, highlight=False)
+    table = plain_table("set", "source", "records", "tokens", "log-prob", "perplexity", first=2)
     for line in lines:
         names = (Text(escape_controls(line[key])) for key in ("set", "source"))
         counts = (f"{line[key]:,}" for key in ("records", "tokens"))

@@ -139,7 +139,8 @@ def _insert(store: Store, db: sqlite3.Connection, new: Call, digest: bytes) -> s
     if new.kind == SAMPLE:
         use_sampler(db, new.owner, now)
     if new.model is not None:
-        _insert_model(store, db, new, new.model, seed, now)
+        creation = new.kind, new.body
+        insert_model(store, db, replace(new.model, key=new.key), creation, seed, now)
     return request_id
 
 
@@ -149,17 +150,24 @@ def failure_of_state(model: str, state: str) -> Failure | None:
     return None if what is None else Failure(f"model {model} {what}", "user")
 
 
-def _insert_model(
-    store: Store, db: sqlite3.Connection, new: Call, model: Model, seed: int, now: float
+def insert_model(
+    store: Store,
+    db: sqlite3.Connection,
+    model: Model,
+    creation: tuple[str, bytes],
+    seed: int,
+    now: float,
 ) -> None:
+    """Insert a model with its key, state and facts. `creation`: kind and body of what made it."""
     source = None if model.source is None else store.relative_folder(model.source)
     db.execute(
         "INSERT INTO models (id, session, key, created, used, state, base_model, lora_rank,"
-        " user_metadata, creation_kind, creation, seed, source)"
-        " VALUES (?, ?, ?, ?, ?, 'creating', ?, ?, ?, ?, ?, ?, ?)",
+        " user_metadata, facts, creation_kind, creation, seed, source)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            *(model.id, model.session, new.key, now, now, model.base_model, model.lora_rank),
-            *(json.dumps(dict(model.user_metadata)), new.kind, new.body, seed, source),
+            *(model.id, model.session, model.key, now, now, model.state, model.base_model),
+            *(model.lora_rank, json.dumps(dict(model.user_metadata))),
+            *(json.dumps(dict(model.facts)), *creation, seed, source),
         ),
     )
 

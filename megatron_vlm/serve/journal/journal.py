@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron_vlm.serve.journal.calls import (
     Bounds,
     accept,
     finish_call,
+    insert_model,
     put_checkpoint,
     put_sampler,
     record_checkpoint,
@@ -270,15 +272,8 @@ class Journal(JournalReader):
                 "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, 'success', '{}', NULL)",
                 (run.session, run.key, now, now, now),
             )
-            db.execute(
-                "INSERT INTO models (id, session, key, created, used, state, base_model, lora_rank,"
-                " user_metadata, facts, creation_kind, creation, seed)"
-                " VALUES (?, ?, ?, ?, ?, 'unloaded', ?, ?, '{}', ?, 'store_run', ?, 0)",
-                (
-                    *(run.id, run.session, run.key, now, now, run.base_model, run.lora_rank),
-                    *(json.dumps(dict(run.facts)), creation),
-                ),
-            )
+            stored = replace(run, state="unloaded")
+            insert_model(self._store, db, stored, ("store_run", creation), 0, now)
             put_checkpoint(self._store, db, checkpoint, now)
         return True
 
