@@ -1,4 +1,6 @@
-"""Transfer of weights to the engines through memory that all of them share, one piece at a time."""
+"""Transfer of weights to the engines through memory that all of them share, one piece at a time.
+`stored_tensors` in hf/gather_weights.py yields them, under Hugging Face's names and in the dtypes
+of the source checkpoint."""
 
 import asyncio
 import mmap

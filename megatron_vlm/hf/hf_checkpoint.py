@@ -124,6 +124,19 @@ class HFCheckpoint:
         names = self.sizes.names
         return names.embedding if self.sizes.tied and name == names.head else name
 
+    def stored_names(self, name: str) -> list[str]:
+        """Return the names under which a tensor is stored: a tied embedding also as the head, where
+        the checkpoint does so, and experts in its form."""
+        names = self.sizes.names
+        if name == names.embedding and self.sizes.tied and names.head in self.tensors:
+            return [name, names.head]
+        return list(self.form_of(name).stored(name, self.sizes.shapes[name]))
+
+    def as_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Return a tensor under the names and in the form in which the checkpoint stores it."""
+        names, values = self.stored_names(name), self.form_of(name).split(name, tensor)
+        return zip(names, values * (len(names) // len(values)), strict=True)
+
     def _find_blocks(self) -> None:
         """Find the tensors in 4 bits, and describe the values that they stand for."""
         for kind in (self.tensors, self.passthrough):

@@ -23,7 +23,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.checkpoint_files import is_regular_file
-from megatron_vlm.hf.export_folder import CARD
+from megatron_vlm.hf.export_mark import CARD
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.retrieval_files import RERANK_TEMPLATE
 from megatron_vlm.io.hub import hub_name

@@ -31,10 +31,11 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.checkpoint_files import weights_digest
-from megatron_vlm.hf.export_folder import ExportMark
-from megatron_vlm.hf.export_weights import export_hf, stored_tensors
+from megatron_vlm.hf.export_mark import ExportMark
+from megatron_vlm.hf.gather_weights import stored_tensors
 from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.hf.weight_map import Entry
+from megatron_vlm.hf.write_export import export_hf
 from megatron_vlm.lora.export_adapter import export_adapter
 from megatron_vlm.lora.layers import dropout_rng
 from megatron_vlm.model.stage_model import StageModel

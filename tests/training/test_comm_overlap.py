@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_vlm.checkpoint.run_checkpoints import step_folder
 from megatron_vlm.checkpoint.save_load import load, save
-from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.hf.gather_weights import gather_tensors
 from megatron_vlm.training import optimizer
 from megatron_vlm.training.worker import MegatronWorker
 from tests.checkpoint.test_checkpoint import whole

@@ -18,7 +18,7 @@ from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.objective_configs import PreferenceConfig, RewardConfig
 from megatron_vlm.config.schema import Config, DataConfig, TrainConfig
-from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.hf.gather_weights import gather_tensors
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.row_losses import GLOBAL_LOSSES, bradley_terry
 from megatron_vlm.training.row_objectives import PreferenceObjective, loss_function, surrogates

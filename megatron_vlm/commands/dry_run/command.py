@@ -27,8 +27,8 @@ from megatron_vlm.data.batches.dataset import DataSet, StreamSet, open_data, wit
 from megatron_vlm.distributed.device import Platform, count_gpus, host_memory_total, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.hf.export_folder import check_push
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.hub_upload import check_push
 from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.weight_map import Entry, name_table
 from megatron_vlm.io.hub import hub_name
