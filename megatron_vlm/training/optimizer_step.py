@@ -22,7 +22,7 @@ from megatron_vlm.distributed.host_copies import LateFigures, read_together
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.megatron_versions import grads_for_norm
 from megatron_vlm.training.adamw import Kernel, RangedAdamW, Scaling
-from megatron_vlm.training.comm_overlap import WeightGather
+from megatron_vlm.training.data_parallel import WeightGather
 
 
 @dataclass(frozen=True)

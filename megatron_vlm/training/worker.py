@@ -43,13 +43,13 @@ from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training import optimizer_step, row_scores
 from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMetrics, run_backward
-from megatron_vlm.training.comm_overlap import WeightGather
+from megatron_vlm.training.data_parallel import WeightGather, wrap_data_parallel
 from megatron_vlm.training.draft_loss import DraftTerm
 from megatron_vlm.training.expert_routing import check_routing
 from megatron_vlm.training.generate import ROWS, sample
 from megatron_vlm.training.generation_batch import Texts
 from megatron_vlm.training.losses import LossFunction, Objective, check_divisor, loss_of
-from megatron_vlm.training.optimizer import build_optimizer, wrap_data_parallel
+from megatron_vlm.training.optimizer import build_optimizer
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.rank_model import RankModel, load_model
 from megatron_vlm.training.router_losses import RouterTerms
