@@ -16,7 +16,7 @@ token is multiplied by its weight, and the sum is divided by the sum of all weig
 
 A loss that compares whole rows has `rows` as its second parameter: a RowInputs. It returns the loss
 and the values to report of each example, and their sums are divided by the number of examples of
-the global batch. Losses over preferences are in preference_losses.py. If its first parameter is
+the global batch. Losses over preferences are in row_losses.py. If its first parameter is
 `embeddings_NH`, it receives the normalised hidden states in place of log-probs, and if that is
 `scores_N` the rewards of a scalar head. A loss with the
 parameters `student_NR` and `teacher_NR` reads the log-probs of whole distributions, as `distill`

@@ -34,7 +34,7 @@ class RowSize:
     """The size of a row, or of the rows of one record, which are never divided, for planning."""
 
     tokens: int
-    cost: float  # in any unit of work; see cost.py
+    cost: float  # in any unit of work; see WorkModel
     patches: int = 0
     images: int = 0
     rows: int = 1

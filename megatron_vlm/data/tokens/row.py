@@ -113,7 +113,7 @@ class Row:
     teacher_ids_NJ: Tensor | None = None
     teacher_log_probs_NR: Tensor | None = None
     targets: Tensor | None = None
-    joined: tuple[JoinedPixels, ...] = ()  # see joined_pictures.py
+    joined: tuple[JoinedPixels, ...] = ()
     # place_row adds them, and a copy with other fields lacks them: tokens, targets and positions as
     # int32 in one table to be copied at once, and COLUMNS and values that a loss reads by name.
     tokens_S5: np.ndarray = field(init=False, repr=False, compare=False)
