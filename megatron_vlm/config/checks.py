@@ -219,6 +219,10 @@ def _check_switches(cfg: Config) -> None:
 
 @check_of
 def _check_together(cfg: Config) -> Iterator[ConfigError]:
+    """Yield errors of keys that contradict each other, if no other file has the rule: objectives.py
+    for losses, trainable.py for adapters and drafts, evaluation_checks.py, teachers.py, and
+    command_checks.py for what one command alone needs. Facts of a checkpoint or of the layout are
+    checked where they are known: in model/constraints.py, training/preflight.py and planner/."""
     data, train, profile = cfg.data, cfg.train, cfg.log.profile_steps
     for prefix, bounds, what in (
         ("data.", data, "pixels"),
