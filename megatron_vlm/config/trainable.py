@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from megatron_vlm.config.base_types import BaseType
+from megatron_vlm.config.lora_base_types import BaseType
 from megatron_vlm.config.schema import Config, LoraConfig, check_of
 from megatron_vlm.errors import ConfigError
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from megatron_vlm.config.base_types import BASE_TITLES, WEIGHTS_PER_BLOCK
 from megatron_vlm.config.data_sources import HUB
+from megatron_vlm.config.lora_base_types import BASE_TITLES, WEIGHTS_PER_BLOCK
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns

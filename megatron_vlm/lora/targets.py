@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import blake2b
 
-from megatron_vlm.config.base_types import WEIGHTS_PER_BLOCK
+from megatron_vlm.config.lora_base_types import WEIGHTS_PER_BLOCK
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.config.trainable import SWITCHES, exports
 from megatron_vlm.errors import ConfigError

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby
 
-from megatron_vlm.config.base_types import BaseType, base_bytes
 from megatron_vlm.config.evaluation_checks import reward_model_of
+from megatron_vlm.config.lora_base_types import BaseType, base_bytes
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
 from megatron_vlm.config.trainable import SWITCHES

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from megatron_vlm.config.base_types import BASE_TITLES
 from megatron_vlm.config.evaluation_checks import DEFAULT_MINUTES, DEFAULT_STEPS, epochs_between
+from megatron_vlm.config.lora_base_types import BASE_TITLES
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, exports, learns
 from megatron_vlm.data.batches.data_warnings import Remarks

@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron_vlm.cli import main
 from megatron_vlm.commands.eval import locate
 from megatron_vlm.config import load_config
-from megatron_vlm.config.base_types import base_bytes
 from megatron_vlm.config.command_checks import check_serve
+from megatron_vlm.config.lora_base_types import base_bytes
 from megatron_vlm.engines.engine_kinds import check_engine
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes

@@ -89,7 +89,7 @@ def thinking_remarks(key: str, data: DataSet) -> Iterator[str]:
 
 def unused_key_warnings(key: str, data: DataSet, cfg: DataConfig) -> Iterator[str]:
     """Yield a warning that names the unused keys of records, if data.unknown_keys is warn."""
-    counts = sum((Counter(index.faults.passed) for index in data.indexes), Counter[str]())
+    counts = sum((Counter(index.faults.unused_keys) for index in data.indexes), Counter[str]())
     if not counts or cfg.unknown_keys != "warn":
         return
     names = [f"{name[:80]!r} ({count:,})" for name, count in counts.items()]

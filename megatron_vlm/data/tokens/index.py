@@ -46,7 +46,7 @@ class Faults:
 
     dropped: tuple[tuple[str, str], ...]  # place and rule
     errors: tuple[str, ...]  # place and mistake
-    passed: Mapping[str, int]  # number of records with each unused key
+    unused_keys: Mapping[str, int]  # number of records with each unused key
     contrary: int  # number of records whose answers no prompt of the template asks for
     cut: int  # number of records that were cut
 
@@ -87,7 +87,7 @@ class Index:
                 for place, rule in file.dropped
             ),
             tuple(message for file in files for message in file.errors),
-            sum((Counter(file.passed) for file in files), Counter()),
+            sum((Counter(file.unused_keys) for file in files), Counter()),
             *(sum(len(getattr(file, name)) for file in files) for name in ("contrary", "cut")),
         )
 
@@ -266,7 +266,7 @@ class _Chunks:
             where = self.source.where(start + place)
             try:
                 raw = self.source[start + place]
-                example = self.reader.encode_example(raw, where, chunk.passed)
+                example = self.reader.encode_example(raw, where, chunk.unused_keys)
                 # Only what was understood is digested: other records may be nested without an end.
                 record = RecordId(place, digest_record(raw, self.cfg.ignore_keys))
                 chunk.samples.extend((record, sample) for sample in example)
