@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.distributed.host_copies import LateFigures
+from megatron_vlm.distributed.host_copies import DeferredFigures
 from megatron_vlm.model.head import HeadOutput
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 from megatron_vlm.training.stage_inputs import StageInput
@@ -53,10 +53,10 @@ class DraftTerm:
 
         return with_drafts
 
-    def values(self) -> LateFigures:
+    def values(self) -> DeferredFigures:
         """Return each figure, after a backward. A collective."""
         grid = self.stage.grid
         if grid.is_last_stage:
             dist.all_reduce(self.sums, group=grid.dp.group)
         grid.from_last_stage(self.sums)
-        return LateFigures(self.sums / self.guesses)
+        return DeferredFigures(self.sums / self.guesses)

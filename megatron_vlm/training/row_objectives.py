@@ -3,6 +3,8 @@ embeddings and rerankers.
 
 Most losses compare the answers of one example. The loss of an embedding depends on all documents of
 the global batch, and some losses sort all of its answers: they take the two passes of GlobalRows.
+Between these, rows carry the derivatives of the loss: `embedding_grads` by the embedding of each
+row, and `log_prob_grads` by the log-prob of each answer, to which the other losses are added.
 KTO estimates a divergence in a pass of its own.
 
 Shapes: E examples, R rows of a micro-batch, N supervised tokens, T rows of the global batch, H
@@ -24,6 +26,7 @@ from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import REJECTED, ROW_REFERENCE, MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.model.head import embedding_head
+from megatron_vlm.training.global_rows import GlobalRows
 from megatron_vlm.training.losses import LossFunction
 from megatron_vlm.training.reference import ReferenceModel, row_log_probs
 from megatron_vlm.training.row_losses import (
@@ -37,7 +40,7 @@ from megatron_vlm.training.row_losses import (
     listwise,
     pointwise,
 )
-from megatron_vlm.training.row_scores import GlobalRows, score_targets, values_by_place
+from megatron_vlm.training.row_scores import score_targets, values_by_place
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
@@ -93,7 +96,7 @@ class PreferenceObjective:
         chosen_tokens = self._mean_chosen_tokens(batches) if has_token_mean else 0.0
         kl = self._divergence(mismatched) if needs_mismatched(self.cfg) else 0.0
         if _global_losses(self.cfg):
-            batches = self._with_surrogates(batches)
+            batches = self._with_log_prob_grads(batches)
         return batches, chosen_tokens, kl
 
     def _mean_chosen_tokens(self, batches: Sequence[MicroBatch]) -> float:
@@ -121,7 +124,7 @@ class PreferenceObjective:
         total, count = (sum(part) for part in zip(*parts, strict=True))
         return max(total / max(count, 1), 0.0)
 
-    def _with_surrogates(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _with_log_prob_grads(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the batches with the derivative of the losses over the global batch by the
         log-prob of each answer."""
         values = []
@@ -130,15 +133,15 @@ class PreferenceObjective:
             values.append(torch.stack([sums_R, of_reference], dim=1))
         device = self.worker.platform.device
         rows = GlobalRows.gather(values, batches, self.worker.grid.dp.group, device)
-        table_T2 = surrogates(self.cfg, *rows.values_TH.cpu().unbind(1))
-        return rows.dealt("surrogate", table_T2, batches)
+        table_T2 = log_prob_grads(self.cfg, *rows.values_TH.cpu().unbind(1))
+        return rows.scatter("log_prob_grads", table_T2, batches)
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the values of all replicas in order."""
         return all_gather_json(value, self.worker.grid.dp.group, self.worker.platform.device)
 
 
-def surrogates(cfg: Config, sums_R: Tensor, reference_R: Tensor) -> Tensor:
+def log_prob_grads(cfg: Config, sums_R: Tensor, reference_R: Tensor) -> Tensor:
     """Return, for the log-probs of all answers of a global batch, the derivative of the losses over
     it by each of them, and each answer's share of these losses: [R, 2] in float64."""
     leaf_R = sums_R.clone().requires_grad_()
@@ -146,9 +149,9 @@ def surrogates(cfg: Config, sums_R: Tensor, reference_R: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for name, weight in _global_losses(cfg).items():
         total = total + weight * GLOBAL_LOSSES[name](pairs, cfg.preference).sum()
-    [slope_R] = torch.autograd.grad(total, [leaf_R])
+    [grad_R] = torch.autograd.grad(total, [leaf_R])
     share = total.detach() / max(len(leaf_R), 1)
-    return torch.stack([slope_R, share.expand_as(slope_R)], dim=1)
+    return torch.stack([grad_R, share.expand_as(grad_R)], dim=1)
 
 
 def loss_function(cfg: Config, chosen_tokens: float, kl: float) -> LossFunction:
@@ -170,10 +173,10 @@ def _pair_loss(cfg: Config, chosen_tokens: float) -> LossFunction:
             loss_E = loss_E + weight * PAIR_LOSSES[name](pairs, p)
         if sft:
             loss_E = loss_E - sft * pairs.chosen_E / chosen_tokens
-        if (surrogate_R2 := rows.values.get("surrogate")) is not None:
-            slope_E2, share_E2 = surrogate_R2.view(-1, 2, 2).unbind(2)
+        if (grads_R2 := rows.values.get("log_prob_grads")) is not None:
+            grad_E2, share_E2 = grads_R2.view(-1, 2, 2).unbind(2)
             sums_E2 = torch.stack([pairs.chosen_E, pairs.rejected_E], dim=1)
-            loss_E = loss_E + (share_E2 + slope_E2 * (sums_E2 - sums_E2.detach())).sum(1)
+            loss_E = loss_E + (share_E2 + grad_E2 * (sums_E2 - sums_E2.detach())).sum(1)
         return loss_E, _pair_figures(pairs, p, is_mean)
 
     return pair_loss
@@ -257,10 +260,10 @@ class EmbeddingObjective:
     def forward_backward(self, batch: StepBatch) -> StepMetrics:
         """Compute the gradients of the mean loss over the queries of a global batch."""
         batches = batch.micro_batches
-        (queries, total, *sums), slopes_TH, gathered = self._loss(batches)
-        if slopes_TH is not None and gathered is not None:
-            batches = gathered.dealt("slopes", slopes_TH.float(), batches)
-        metrics = self.worker.forward_backward(batches, loss=surrogate)
+        (queries, total, *sums), grads_TH, gathered = self._loss(batches)
+        if grads_TH is not None and gathered is not None:
+            batches = gathered.scatter("embedding_grads", grads_TH.float(), batches)
+        metrics = self.worker.forward_backward(batches, loss=embedding_grad_loss)
         means = {name: value / queries for name, value in zip(FIGURES, sums, strict=True)}
         return replace(metrics, loss=total / queries, means=metrics.means | means)
 
@@ -277,24 +280,25 @@ class EmbeddingObjective:
     ) -> tuple[list[float], Tensor | None, GlobalRows | None]:
         """Return the queries, their summed loss and figures on every rank, and on last stages the
         derivative of the loss by each embedding, and the embeddings."""
-        slopes_TH, gathered, stage = None, None, self.worker.stage
+        grads_TH, gathered, stage = None, None, self.worker.stage
         sums = torch.zeros(2 + len(FIGURES), dtype=torch.float64, device=stage.device)
         outputs = stage.evaluate(batches, embedding_head)
         if stage.grid.is_last_stage:
             embeddings = [each.embeddings_NH for each in outputs]
             gathered = GlobalRows.gather(embeddings, batches, stage.grid.dp.group, stage.device)
             rows = RetrievalRows.from_examples(gathered.example_T)
-            slopes_TH, sums = info_nce(gathered.values_TH, rows, self.cfg.embed)
+            grads_TH, sums = info_nce(gathered.values_TH, rows, self.cfg.embed)
         stage.grid.from_last_stage(sums)
         queries, *others = sums.tolist()
-        return [max(queries, 1.0), *others], slopes_TH, gathered
+        return [max(queries, 1.0), *others], grads_TH, gathered
 
 
-def surrogate(embeddings_NH: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return for each example a loss of which only the derivative by each embedding counts."""
-    if "slopes" not in rows.values:
+def embedding_grad_loss(embeddings_NH: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return for each example a loss whose derivatives are the `embedding_grads` of its rows, and
+    whose value means nothing."""
+    if "embedding_grads" not in rows.values:
         return embeddings_NH.new_zeros(0), {}
-    return (embeddings_NH * rows.values["slopes"]).sum(1), {}
+    return (embeddings_NH * rows.values["embedding_grads"]).sum(1), {}
 
 
 class RerankObjective:

@@ -238,8 +238,8 @@ class MegatronWorker:
         optimizer_step.set_adam(self.optimizer, adam)
         of = self.optimizer, self.gather, self.grid, self.platform.device
         drafts = {param for entry, param in self.held.items() if entry.part is Part.drafts}
-        limit, late = adam.clip_grad, self.gradients.late
-        norm = optimizer_step.apply_gradients(*of, limit, late, drafts)
+        limit, deferred = adam.clip_grad, self.gradients.deferred
+        norm = optimizer_step.apply_gradients(*of, limit, deferred, drafts)
         self.gradients.forget()
         self.steps += math.isfinite(norm)
         return norm, self.lr
