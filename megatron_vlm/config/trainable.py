@@ -55,7 +55,7 @@ def check_lora(cfg: Config) -> Iterator[ConfigError]:
 
 
 @check_of
-def check_drafts(cfg: Config) -> Iterator[ConfigError]:
+def check_mtp(cfg: Config) -> Iterator[ConfigError]:
     """Refuse to train a head for drafts where that has no meaning, or nowhere to be stored."""
     if cfg.model.mtp != "train":
         return

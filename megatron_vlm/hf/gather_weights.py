@@ -36,7 +36,7 @@ def gather_tensors(
         tensors: list[Tensor] = []
         if stage == entry.stage:
             value = value_of(held[entry]).detach().contiguous()
-            parts = grid.gather(entry.layout.cut, value)
+            parts = grid.gather(entry.layout.shard_group, value)
             tensors = entry.layout.save(parts) if grid.tp.rank == 0 else []
         if entry.stage != 0 and grid.tp.rank == 0 and stage in (0, entry.stage):
             tensors = _send_to_first(tensors, entry.stage, grid.pp, device)

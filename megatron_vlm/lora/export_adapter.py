@@ -92,7 +92,7 @@ def write(
             found=lora.train,
             remedy="write the merged model: megatron-vlm export --as merged",
         )
-    if source.sizes.trains_drafts:
+    if source.sizes.trains_mtp:
         raise CheckpointError(
             ": PEFT's files have no place for the head for drafts",
             key="model.mtp",

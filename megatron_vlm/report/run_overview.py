@@ -142,7 +142,7 @@ def _data(cfg: Config, remarks: Remarks) -> str:
     text = f"{', '.join(names[:_MAX_NAMES])}{more}"
     if cfg.data.is_stream:
         return f"{text}: a stream, of which nothing is known before it is read"
-    cut = f"; {show_count(remarks.cut, 'record')} cut" * (cfg.data.truncation == "image_safe")
+    cut = f"; {show_count(remarks.truncated, 'record')} cut" * (cfg.data.truncation == "image_safe")
     return f"{text}; records left out: {left_out or 'none'}{cut}"
 
 

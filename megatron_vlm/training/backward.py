@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.host_copies import DeferredFigures
-from megatron_vlm.training.draft_loss import DraftTerm
 from megatron_vlm.training.expert_routing import routing_means, take_counts
 from megatron_vlm.training.losses import LossFunction, Objective, Totals, totals
+from megatron_vlm.training.mtp_loss import MtpTerm
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 from megatron_vlm.training.router_losses import RouterTerms
 from megatron_vlm.training.row_scores import gather_targets, rows_by_place
@@ -110,8 +110,8 @@ class StepMetrics:
     log_probs: list[Tensor] | None = None  # [S] for each row, as `forward` returns them
     # The means of the loss's reports are over the same tokens. Models with experts add
     # `expert_load`, see training/expert_routing.py, and the losses of model.router_balance_loss and
-    # router_z_loss without these coefficients. A head for drafts that is trained adds the figures
-    # of training/draft_loss.py.
+    # router_z_loss without these coefficients. An MTP head that is trained adds the figures
+    # of training/mtp_loss.py.
     means: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -160,7 +160,7 @@ class Backward:
     step: ForwardStep
     objective: Objective
     call: LossCall
-    terms: Sequence[RouterTerms | DraftTerm] = ()  # losses of routers and of a head for drafts
+    terms: Sequence[RouterTerms | MtpTerm] = ()  # losses of routers and of an MTP head
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -193,11 +193,8 @@ class Backward:
             log_probs = rows_by_place(self.batches, by_row)
         counts = take_counts(stage.chunks, stage.sizes.text, stage.device)
         terms = {term.names: term.values() for term in self.terms}
-        self.gradients.deferred += [
-            done.sums,
-            *terms.values(),
-            *([] if counts is None else [counts]),
-        ]
+        routed = () if counts is None else (counts,)
+        self.gradients.deferred += [done.sums, *terms.values(), *routed]
 
         def read() -> tuple[float, dict[str, float]]:
             means = done.means

@@ -162,7 +162,7 @@ def _parts(model: Any) -> Iterator[nn.Module]:
         if hasattr(model, name):
             yield getattr(model, name)
     yield from model.decoder.layers
-    after = (getattr(model, name, None) for name in ("output_layer", "draft_head"))
+    after = (getattr(model, name, None) for name in ("output_layer", "mtp_head"))
     yield from (part for part in (model.decoder.final_layernorm, *after) if part is not None)
 
 

@@ -1,6 +1,6 @@
-"""Values of the rows of a global batch, gathered over data parallel ranks and scattered back. A loss
-that compares all rows takes two passes, as in GradCache: the first one has no gradients and gives
-these values; the second one gets the derivative of the loss by the value of each row. So the
+"""Values of the rows of a global batch, gathered over data parallel ranks and scattered to them. A
+loss that compares all rows takes two passes, as in GradCache: the first one has no gradients and
+gives these values; the second one gets the derivative of the loss by the value of each row. So the
 activations of one micro-batch are in memory at a time, as for other losses.
 
 Shapes: R rows of a micro-batch, T rows of the global batch, H numbers of each.

@@ -26,20 +26,10 @@ from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import REJECTED, ROW_REFERENCE, MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.model.head import embedding_head
+from megatron_vlm.training import row_losses
 from megatron_vlm.training.global_rows import GlobalRows
 from megatron_vlm.training.losses import LossFunction
 from megatron_vlm.training.reference import ReferenceModel, row_log_probs
-from megatron_vlm.training.row_losses import (
-    FIGURES,
-    GLOBAL_LOSSES,
-    LABEL_LOSSES,
-    PAIR_LOSSES,
-    Pairs,
-    RetrievalRows,
-    info_nce,
-    listwise,
-    pointwise,
-)
 from megatron_vlm.training.row_scores import score_targets, values_by_place
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
@@ -145,10 +135,10 @@ def log_prob_grads(cfg: Config, sums_R: Tensor, reference_R: Tensor) -> Tensor:
     """Return, for the log-probs of all answers of a global batch, the derivative of the losses over
     it by each of them, and each answer's share of these losses: [R, 2] in float64."""
     leaf_R = sums_R.clone().requires_grad_()
-    pairs = Pairs.from_sums(leaf_R, reference_R, torch.ones_like(leaf_R))
+    pairs = row_losses.Pairs.from_sums(leaf_R, reference_R, torch.ones_like(leaf_R))
     total = torch.zeros((), dtype=torch.float64)
     for name, weight in _global_losses(cfg).items():
-        total = total + weight * GLOBAL_LOSSES[name](pairs, cfg.preference).sum()
+        total = total + weight * row_losses.GLOBAL_LOSSES[name](pairs, cfg.preference).sum()
     [grad_R] = torch.autograd.grad(total, [leaf_R])
     share = total.detach() / max(len(leaf_R), 1)
     return torch.stack([grad_R, share.expand_as(grad_R)], dim=1)
@@ -163,14 +153,14 @@ def loss_function(cfg: Config, chosen_tokens: float, kl: float) -> LossFunction:
 
 def _pair_loss(cfg: Config, chosen_tokens: float) -> LossFunction:
     p, sft = cfg.preference, _sft_coef(cfg)
-    losses = {name: w for name, w in losses_of(cfg).items() if name in PAIR_LOSSES}
+    losses = {name: w for name, w in losses_of(cfg).items() if name in row_losses.PAIR_LOSSES}
     is_mean = cfg.train.objective in ("orpo", "simpo")
 
     def pair_loss(log_probs_N: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        pairs = Pairs.from_rows(log_probs_N, rows)
+        pairs = row_losses.Pairs.from_rows(log_probs_N, rows)
         loss_E = torch.zeros_like(pairs.chosen_E)
         for name, weight in losses.items():
-            loss_E = loss_E + weight * PAIR_LOSSES[name](pairs, p)
+            loss_E = loss_E + weight * row_losses.PAIR_LOSSES[name](pairs, p)
         if sft:
             loss_E = loss_E - sft * pairs.chosen_E / chosen_tokens
         if (grads_R2 := rows.values.get("log_prob_grads")) is not None:
@@ -182,7 +172,7 @@ def _pair_loss(cfg: Config, chosen_tokens: float) -> LossFunction:
     return pair_loss
 
 
-def _pair_figures(pairs: Pairs, p: PreferenceConfig, is_mean: bool) -> dict[str, Tensor]:
+def _pair_figures(pairs: row_losses.Pairs, p: PreferenceConfig, is_mean: bool) -> dict[str, Tensor]:
     """Return the figures of each pair, as TRL defines them: of means over tokens with losses that
     compare such means."""
     chosen, rejected = pairs.chosen_ratio.detach(), pairs.rejected_ratio.detach()
@@ -208,7 +198,7 @@ def _label_loss(cfg: Config, kl: float) -> LossFunction:
         ratio_R = sums_R if reference_R is None else sums_R - reference_R
         loss_R = torch.zeros_like(sums_R)
         for name, weight in losses.items():
-            loss_of = LABEL_LOSSES[name]
+            loss_of = row_losses.LABEL_LOSSES[name]
             loss_R = loss_R + weight * loss_of(ratio_R, rows.is_rejected_R, p, kl)
         is_chosen_R = (~rows.is_rejected_R).double()
         rewards_R, logps_R = p.beta * ratio_R.detach(), sums_R.detach()
@@ -242,7 +232,8 @@ def finished_figures(means: Figures, cfg: Config) -> Figures:
 
 
 def _global_losses(cfg: Config) -> dict[str, float]:
-    return {name: weight for name, weight in losses_of(cfg).items() if name in GLOBAL_LOSSES}
+    names = row_losses.GLOBAL_LOSSES
+    return {name: weight for name, weight in losses_of(cfg).items() if name in names}
 
 
 def _sft_coef(cfg: Config) -> float:
@@ -264,7 +255,8 @@ class EmbeddingObjective:
         if grads_TH is not None and gathered is not None:
             batches = gathered.scatter("embedding_grads", grads_TH.float(), batches)
         metrics = self.worker.forward_backward(batches, loss=embedding_grad_loss)
-        means = {name: value / queries for name, value in zip(FIGURES, sums, strict=True)}
+        figures = zip(row_losses.FIGURES, sums, strict=True)
+        means = {name: value / queries for name, value in figures}
         return replace(metrics, loss=total / queries, means=metrics.means | means)
 
     def loss_sums(
@@ -273,7 +265,7 @@ class EmbeddingObjective:
         """Return the queries of a global batch, the sums of their losses and figures, and on last
         stages the embeddings."""
         sums, _, gathered = self._loss(batches)
-        return dict(zip(("queries", "loss", *FIGURES), sums, strict=True)), gathered
+        return dict(zip(("queries", "loss", *row_losses.FIGURES), sums, strict=True)), gathered
 
     def _loss(
         self, batches: Sequence[MicroBatch]
@@ -281,13 +273,13 @@ class EmbeddingObjective:
         """Return the queries, their summed loss and figures on every rank, and on last stages the
         derivative of the loss by each embedding, and the embeddings."""
         grads_TH, gathered, stage = None, None, self.worker.stage
-        sums = torch.zeros(2 + len(FIGURES), dtype=torch.float64, device=stage.device)
+        sums = torch.zeros(2 + len(row_losses.FIGURES), dtype=torch.float64, device=stage.device)
         outputs = stage.evaluate(batches, embedding_head)
         if stage.grid.is_last_stage:
             embeddings = [each.embeddings_NH for each in outputs]
             gathered = GlobalRows.gather(embeddings, batches, stage.grid.dp.group, stage.device)
-            rows = RetrievalRows.from_examples(gathered.example_T)
-            grads_TH, sums = info_nce(gathered.values_TH, rows, self.cfg.embed)
+            rows = row_losses.RetrievalRows.from_examples(gathered.example_T)
+            grads_TH, sums = row_losses.info_nce(gathered.values_TH, rows, self.cfg.embed)
         stage.grid.from_last_stage(sums)
         queries, *others = sums.tolist()
         return [max(queries, 1.0), *others], grads_TH, gathered
@@ -359,9 +351,9 @@ def rerank_loss(cfg: RerankConfig) -> LossFunction:
         yes_R, no_R = log_probs_N.double().view(-1, 2).unbind(1)
         logits_R, is_negative_R = yes_R - no_R, rows.is_rejected_R
         if cfg.loss == "listwise":
-            loss_R = listwise(logits_R, is_negative_R, rows.example_R)
+            loss_R = row_losses.listwise(logits_R, is_negative_R, rows.example_R)
         else:
-            loss_R = pointwise(logits_R, is_negative_R)
+            loss_R = row_losses.pointwise(logits_R, is_negative_R)
         is_right_R = (logits_R.detach() > 0) != is_negative_R
         return loss_R, {"accuracy": is_right_R.double()}
 

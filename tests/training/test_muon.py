@@ -79,7 +79,7 @@ def set_gradients(worker: MegatronWorker, step: int) -> None:
         read = partial(
             read_slice, {x.name: gradient(x.name, x.shape, step) for x in entry.hf_tensors}
         )
-        along = worker.grid.along(entry.layout.cut)
+        along = worker.grid.along(entry.layout.shard_group)
         param.main_grad.copy_(entry.layout.load(read, entry.names, *along).view_as(param))
     worker.gradients.some = True
 

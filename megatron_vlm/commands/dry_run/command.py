@@ -63,7 +63,7 @@ from megatron_vlm.run.evaluation.held_out_sets import describe_split, first_samp
 from megatron_vlm.run.progress import Progress
 from megatron_vlm.run.run import length_of
 from megatron_vlm.run.run_folder import with_model
-from megatron_vlm.run.wandb_login import wandb_mode
+from megatron_vlm.run.trackers import wandb_mode
 from megatron_vlm.training.data_fingerprint import fingerprint
 from megatron_vlm.training.lr_schedule import total_steps
 

@@ -66,7 +66,7 @@ class StreamSet:
     work: WorkModel
     dropped: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
-    cut: int = 0  # records that data.truncation has cut so far
+    truncated: int = 0  # records that data.truncation has cut so far
     warned_keys: set[str] = field(default_factory=set)  # unused keys that were already reported
     known_ahead = False
     length = None
@@ -94,7 +94,7 @@ class StreamSet:
                 check_errors(self.errors, self.cfg)
             else:
                 taken += 1
-                self.cut += any(sample.is_cut for sample in outcome.example)
+                self.truncated += any(sample.is_truncated for sample in outcome.example)
                 self._warn_unused_keys(outcome)
                 yield (
                     outcome,
@@ -274,9 +274,9 @@ class DataSet:
         return dropped, [error for fault in faults for error in fault.errors]
 
     @property
-    def cut(self) -> int:
+    def truncated(self) -> int:
         """Number of records that data.truncation has cut."""
-        return sum(index.faults.cut for index in self.indexes)
+        return sum(index.faults.truncated for index in self.indexes)
 
 
 class NoSampleError(DataError):

@@ -48,7 +48,7 @@ class Faults:
     errors: tuple[str, ...]  # place and mistake
     unused_keys: Mapping[str, int]  # number of records with each unused key
     contrary: int  # number of records whose answers no prompt of the template asks for
-    cut: int  # number of records that were cut
+    truncated: int  # number of records that were truncated
 
 
 class Index:
@@ -88,7 +88,8 @@ class Index:
             ),
             tuple(message for file in files for message in file.errors),
             sum((Counter(file.unused_keys) for file in files), Counter()),
-            *(sum(len(getattr(file, name)) for file in files) for name in ("contrary", "cut")),
+            sum(len(file.contrary) for file in files),
+            sum(len(file.truncated) for file in files),
         )
 
     def __len__(self) -> int:
@@ -272,8 +273,8 @@ class _Chunks:
                 chunk.samples.extend((record, sample) for sample in example)
                 if self.reader.is_contrary(raw, example[0]):
                     chunk.contrary.append(place)
-                if any(sample.is_cut for sample in example):
-                    chunk.cut.append(place)
+                if any(sample.is_truncated for sample in example):
+                    chunk.truncated.append(place)
             except RecordDropped as rule:
                 chunk.dropped.append((place, str(rule)))
             except DataError as error:
