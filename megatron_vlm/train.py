@@ -18,7 +18,7 @@ from megatron_vlm.data.worker_processes import start_server
 from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import rank_of_process, run_process, world_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.hf.export_folder import check_push
+from megatron_vlm.hf.hub_upload import check_push
 from megatron_vlm.run import python_api
 from megatron_vlm.run.run_folder import check_unnamed, with_model
 from megatron_vlm.run.trackers import check_trackers

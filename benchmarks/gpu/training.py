@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_vlm import MegatronWorker, Row
 from megatron_vlm.checkpoint.save_load import load, save
 from megatron_vlm.commands.demo.tiny_model import write_tiny
-from megatron_vlm.config.base_types import WEIGHTS_PER_BLOCK
+from megatron_vlm.config.lora_base_types import WEIGHTS_PER_BLOCK
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.family.tiny import TinySpec
 from megatron_vlm.hf.block_weight import BlockCodes

@@ -17,11 +17,11 @@ from megatron_vlm.config.trainable import Exported, export_of
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.checkpoint_files import weights_digest
-from megatron_vlm.hf.export_folder import check_replaceable
-from megatron_vlm.hf.export_weights import ChangeFolder, write_folder
+from megatron_vlm.hf.export_mark import check_replaceable
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.weight_map import Entry, exported_names, name_table
+from megatron_vlm.hf.write_export import ChangeFolder, write_folder
 from megatron_vlm.lora.export_adapter import TrainedAdapter, write
 from megatron_vlm.lora.targets import adapted_linears, adapted_weights, adapter_entries
 

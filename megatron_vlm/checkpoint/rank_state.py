@@ -113,7 +113,7 @@ def held_pieces(
             tensors.append(("", _flatten(param), 0))
         if part is not None:
             tensors += [(prefix, flat, part.start) for prefix, flat in part.tensors.items()]
-        blocks = blocks_of(entry, *worker.grid.along(entry.layout.cut))
+        blocks = blocks_of(entry, *worker.grid.along(entry.layout.shard_group))
         width = param.numel() // len(param)
         for prefix, flat, start in tensors:
             for each in flat_rectangles(start, len(flat), width, blocks):
@@ -125,8 +125,9 @@ def _writes(grid: RankGroups, entry: Entry, sharded: bool, turn: int) -> bool:
     """Return whether this rank writes its part of an entry. No rank writes copies."""
     if entry.origin is Origin.copy:
         return False
-    is_tp_turn = entry.layout.cut is not None or turn % grid.tp.size == grid.tp.rank
-    copies = grid.edp if entry.layout.cut == "ep" else grid.dp  # replicas with the same part
+    is_tp_turn = entry.layout.shard_group is not None or turn % grid.tp.size == grid.tp.rank
+    # Replicas with the same part.
+    copies = grid.edp if entry.layout.shard_group == "ep" else grid.dp
     return is_tp_turn and (sharded or turn % copies.size == copies.rank)
 
 

@@ -34,48 +34,48 @@ _PARTIAL = "step-*.partial"
 _log = logging.getLogger(__name__)
 
 
-def step_folder(run_folder: Path, step: int) -> Path:
+def step_folder(checkpoints_folder: Path, step: int) -> Path:
     """Return the folder for the checkpoint of a step; only such names are found and pruned."""
-    return run_folder / f"step-{step:08d}"
+    return checkpoints_folder / f"step-{step:08d}"
 
 
 def commit(
     folder: Path,
     records: Iterable[FileRecord],
-    run: str | None = None,
+    run_id: str | None = None,
     parent: Manifest | None = None,
 ) -> Manifest:
     """Turn the partial folder with these files into the complete one, in a single rename.
 
-    `run` wrote the checkpoint and continued from the checkpoint `parent`. An older checkpoint of
-    the same name is put aside. It is removed only where it has the same content or belongs to no
-    run. Leftovers of this run's crashes in the same folder are removed.
+    The run `run_id` wrote the checkpoint and continued from the checkpoint `parent`. An older one
+    of the same name is put aside. It is removed only where it has the same content or belongs to
+    no run. Leftovers of this run's crashes in the same folder are removed.
     """
     manifest = Manifest(tuple(records))
-    if run is not None:
+    if run_id is not None:
         present = {manifest.id for _, manifest in _manifests(folder.parent)}
         before = () if parent is None else (*parent.line, parent.id)
         line = tuple(name for name in before if name in present)
         serial = 1 + max(last_serial(folder.parent), 0 if parent is None else parent.serial)
-        manifest = Manifest(manifest.files, run, serial, line)
+        manifest = Manifest(manifest.files, run_id, serial, line)
     write_manifest(atomic.partial_of(folder), manifest)
     aside = atomic.put_in_place(folder)
     if aside is not None:
         old = _manifest_of(aside)
-        same = old is not None and (run is None or old.id == manifest.id)
-        if old is not None and same and _is_all_ours(aside, old, run):
+        same = old is not None and (run_id is None or old.id == manifest.id)
+        if old is not None and same and _is_all_ours(aside, old, run_id):
             atomic.discard(aside)
         else:
             _log.warning("moved the former content of %s to %s", folder, aside.name)
-    atomic.discard_partials(folder.parent.glob(_PARTIAL), run)
+    atomic.discard_partials(folder.parent.glob(_PARTIAL), run_id)
     return manifest
 
 
-def check_leftovers(run_folder: Path, run: str) -> None:
+def check_leftovers(checkpoints_folder: Path, run_id: str) -> None:
     """Refuse a folder of checkpoints in which a foreign file or folder has a name that a write
     would need."""
-    for partial in sorted(run_folder.glob(_PARTIAL)):
-        atomic.check_partial(partial, run)
+    for partial in sorted(checkpoints_folder.glob(_PARTIAL)):
+        atomic.check_partial(partial, run_id)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -113,14 +113,14 @@ def _remedy_beside(path: Path) -> str:
     return f"{path.parent} has {', '.join(names)}: give one of these"
 
 
-def hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:
+def hold_latest(checkpoints_folder: Path, reading: ExitStack) -> Path | None:
     """Return the checkpoint that was written last among those that are complete and whose files are
     all unchanged, which `reading` keeps in place. All of its files are read. A skipped checkpoint
     is logged as a warning, with the reason."""
     has_changed = True
     while has_changed:  # a training run removes some checkpoints, and then has newer ones
         has_changed = False
-        for folder in complete_checkpoints(run_folder):
+        for folder in complete_checkpoints(checkpoints_folder):
             with ExitStack() as lock:
                 if not lock.enter_context(hold_for_reading(folder)):
                     has_changed = True
@@ -136,13 +136,13 @@ def hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:
     return None
 
 
-def complete_checkpoints(run_folder: Path, after: int = -1) -> list[Path]:
+def complete_checkpoints(checkpoints_folder: Path, after: int = -1) -> list[Path]:
     """Return the checkpoints whose files all have the right size, with the last written one first;
     `verify` reads the files. Only serials `after` this one count."""
     complete = []
-    for path in sorted(run_folder.glob(_PARTIAL)):
+    for path in sorted(checkpoints_folder.glob(_PARTIAL)):
         _log.warning("skipped %s: it was never completed", path)
-    for folder in _folders(run_folder):
+    for folder in _folders(checkpoints_folder):
         try:
             manifest = read_manifest(folder)
             check_sizes(folder, manifest.files)
@@ -153,9 +153,9 @@ def complete_checkpoints(run_folder: Path, after: int = -1) -> list[Path]:
     return [folder for serial, *_, folder in sorted(complete, reverse=True) if serial > after]
 
 
-def last_serial(run_folder: Path) -> int:
+def last_serial(checkpoints_folder: Path) -> int:
     """Return the last serial of the checkpoints here, including damaged ones; 0 without any."""
-    return max((manifest.serial for _, manifest in _manifests(run_folder)), default=0)
+    return max((manifest.serial for _, manifest in _manifests(checkpoints_folder)), default=0)
 
 
 def skip_damaged(folder: Path, error: Exception) -> None:
@@ -163,11 +163,12 @@ def skip_damaged(folder: Path, error: Exception) -> None:
     _log.warning("skipped %s: %s", folder, error)
 
 
-def other_lines(run_folder: Path, head: Manifest | None) -> list[Path]:
+def other_lines(checkpoints_folder: Path, head: Manifest | None) -> list[Path]:
     """Return the checkpoints here from which training did not lead to `head`, or all of them
     without a head."""
-    in_line = {each for each, manifest in _manifests(run_folder) if _in_line(manifest, head)}
-    return [folder for folder in _folders(run_folder) if folder not in in_line]
+    manifests = _manifests(checkpoints_folder)
+    in_line = {folder for folder, manifest in manifests if _in_line(manifest, head)}
+    return [folder for folder in _folders(checkpoints_folder) if folder not in in_line]
 
 
 def is_in_line(folder: Path, head: Manifest) -> bool:
@@ -177,7 +178,7 @@ def is_in_line(folder: Path, head: Manifest) -> bool:
 
 
 def prune(
-    run_folder: Path,
+    checkpoints_folder: Path,
     head: Manifest,
     keep_last: int,
     keep_every: int | None = None,
@@ -193,7 +194,7 @@ def prune(
     assert keep_last > 0 and keep_every != 0, "the configuration has neither"
     line = [
         (folder, manifest)
-        for folder, manifest in _manifests(run_folder)
+        for folder, manifest in _manifests(checkpoints_folder)
         if manifest.run == head.run and _in_line(manifest, head) and _is_whole(folder, manifest)
     ]
     # A crash may leave a replaced checkpoint next to its identical replacement.
@@ -212,12 +213,12 @@ def prune(
     ]
 
 
-def _retire(folder: Path, run: str | None) -> bool:
+def _retire(folder: Path, run_id: str | None) -> bool:
     """Remove a checkpoint. It is renamed first, because a half-removed one would look damaged under
     its own name."""
     doomed = atomic.partial_of(folder)
     try:
-        atomic.check_partial(doomed, run)
+        atomic.check_partial(doomed, run_id)
         if doomed.exists():
             atomic.discard(doomed)
         with hold_for_removal(folder) as nobody_reads:
@@ -240,16 +241,16 @@ def _in_line(manifest: Manifest, head: Manifest | None) -> bool:
     return manifest.serial == head.serial == 0 or manifest.id in (*head.line, head.id)
 
 
-def _is_all_ours(folder: Path, manifest: Manifest, run: str | None) -> bool:
+def _is_all_ours(folder: Path, manifest: Manifest, run_id: str | None) -> bool:
     """Return whether the folder holds only files that this run wrote."""
     if foreign := foreign_files(folder, manifest):
         _log.warning("%s is kept: this run did not write %s in it", folder, ", ".join(foreign))
-    return not foreign and manifest.run == run
+    return not foreign and manifest.run == run_id
 
 
-def _manifests(run_folder: Path) -> list[tuple[Path, Manifest]]:
+def _manifests(checkpoints_folder: Path) -> list[tuple[Path, Manifest]]:
     """Return the checkpoints here with a readable manifest, oldest step first."""
-    pairs = [(folder, _manifest_of(folder)) for folder in _folders(run_folder)]
+    pairs = [(folder, _manifest_of(folder)) for folder in _folders(checkpoints_folder)]
     return [(folder, manifest) for folder, manifest in pairs if manifest is not None]
 
 
@@ -260,15 +261,15 @@ def _manifest_of(folder: Path) -> Manifest | None:
         return None
 
 
-def _folders(run_folder: Path) -> list[Path]:
+def _folders(checkpoints_folder: Path) -> list[Path]:
     """Return the folders with a checkpoint's name by step; of one step, the replaced ones first."""
-    if not run_folder.exists():
+    if not checkpoints_folder.exists():
         return []
-    if not run_folder.is_dir():
+    if not checkpoints_folder.is_dir():
         raise CheckpointError(
-            "is a file", place=str(run_folder), remedy="give the folder that holds step-*"
+            "is a file", place=str(checkpoints_folder), remedy="give the folder that holds step-*"
         )
-    folders = [path for path in run_folder.iterdir() if _STEP.fullmatch(path.name)]
+    folders = [path for path in checkpoints_folder.iterdir() if _STEP.fullmatch(path.name)]
     return sorted(folders, key=lambda path: (_step_of(path), not _was_replaced(path), path.name))
 
 

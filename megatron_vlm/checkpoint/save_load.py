@@ -201,16 +201,15 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
     return dict(progress.value)
 
 
-def find_latest_on_all_ranks(run_folder: Path, after: int = -1) -> Path | None:
+def find_latest_on_all_ranks(checkpoints_folder: Path, after: int = -1) -> Path | None:
     """Return the checkpoint that was written last among those whose files are all unchanged; each
     rank reads its share of them. Only serials `after` this one, rank 0's, count. This is a
     collective."""
     names: list[str] = []
     with fail_together(CheckpointError):
         if dist.get_rank() == 0:
-            names = [
-                str(folder) for folder in run_checkpoints.complete_checkpoints(run_folder, after)
-            ]
+            complete = run_checkpoints.complete_checkpoints(checkpoints_folder, after)
+            names = [str(folder) for folder in complete]
     for folder in map(Path, broadcast_json(names, 0)):
         try:
             _verify(folder)

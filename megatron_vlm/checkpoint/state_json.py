@@ -13,7 +13,7 @@ from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import CheckpointError, show_value
 from megatron_vlm.family.tower_attention import set_kernel
-from megatron_vlm.hf.export_folder import ExportMark
+from megatron_vlm.hf.export_mark import ExportMark
 from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.io.untrusted import JsonField
 from megatron_vlm.model.attention_kernels import TOWER, attention_shapes, kept_kernels

@@ -61,7 +61,7 @@ def push_(args: argparse.Namespace) -> None:
 
     Training does this itself at its end with checkpoint.push=ORG/NAME.
     """
-    from megatron_vlm.hf.export_folder import check_push, check_pushable, push
+    from megatron_vlm.hf.hub_upload import check_push, check_pushable, push
 
     check_pushable(args.folder)
     check_push(args.repo, "repo")

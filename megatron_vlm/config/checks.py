@@ -14,7 +14,7 @@ from megatron_vlm.config.optimizer_spec import muon_errors
 from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, check_of, get, leaves
 from megatron_vlm.config.searched_keys import check_layers
 from megatron_vlm.config.teachers import check_teacher
-from megatron_vlm.config.trainable import check_drafts, check_lora, learns
+from megatron_vlm.config.trainable import check_lora, check_mtp, learns
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.secret_text import hide_secrets, is_secret
 
@@ -42,7 +42,7 @@ def check_values(cfg: Config) -> None:
     check_rewarded(cfg)
     check_bounds(cfg)
     check_lora(cfg)
-    check_drafts(cfg)
+    check_mtp(cfg)
     _check_lists(cfg)
     _check_sources(cfg.data)
     _check_switches(cfg)
@@ -219,6 +219,10 @@ def _check_switches(cfg: Config) -> None:
 
 @check_of
 def _check_together(cfg: Config) -> Iterator[ConfigError]:
+    """Yield errors of keys that contradict each other, if no other file has the rule: objectives.py
+    for losses, trainable.py for adapters and drafts, evaluation_checks.py, teachers.py, and
+    command_checks.py for what one command alone needs. Facts of a checkpoint or of the layout are
+    checked where they are known: in model/constraints.py, training/preflight.py and planner/."""
     data, train, profile = cfg.data, cfg.train, cfg.log.profile_steps
     for prefix, bounds, what in (
         ("data.", data, "pixels"),

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_type_hints
 
 from omegaconf import MISSING
 
-from megatron_vlm.config.base_types import BaseType
 from megatron_vlm.config.bounds import (
     AboveZero,
     AboveZero32,
@@ -29,6 +28,7 @@ from megatron_vlm.config.bounds import (
     ShareAboveZero,
 )
 from megatron_vlm.config.data_sources import EvalSource, SourceSpec
+from megatron_vlm.config.lora_base_types import BaseType
 from megatron_vlm.config.objective_configs import (
     DistillConfig,
     EmbedConfig,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from megatron_vlm.config.base_types import BaseType
+from megatron_vlm.config.lora_base_types import BaseType
 from megatron_vlm.config.schema import Config, LoraConfig, check_of
 from megatron_vlm.errors import ConfigError
 
@@ -55,7 +55,7 @@ def check_lora(cfg: Config) -> Iterator[ConfigError]:
 
 
 @check_of
-def check_drafts(cfg: Config) -> Iterator[ConfigError]:
+def check_mtp(cfg: Config) -> Iterator[ConfigError]:
     """Refuse to train a head for drafts where that has no meaning, or nowhere to be stored."""
     if cfg.model.mtp != "train":
         return

@@ -23,8 +23,8 @@ from megatron_vlm.controller.worker_group import (
     ReplicaBatch,
     T,
     WorkerGroup,
-    cut,
     filled_rows,
+    split_batch,
 )
 from megatron_vlm.data.tensors.tensor_list import pack, unpack
 from megatron_vlm.data.tokens.completions import Completion
@@ -182,7 +182,7 @@ def backward_together(requests: Sequence[SummedLoss]) -> list[StepMetrics]:
     for request, transport in zip(requests, transports, strict=True):
         names = Objective.create(request.loss, request.options).value_names
         batch = filled_rows(request.batch, transport.dims.dp, names)
-        parts.append(transport.local_part(cut(batch, transport.dims.dp)))
+        parts.append(transport.local_part(split_batch(batch, transport.dims.dp)))
 
     def run() -> list[StepMetrics]:
         try:

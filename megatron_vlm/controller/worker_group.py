@@ -70,7 +70,7 @@ def without_labels(rows: BatchLike) -> TensorBatch:
     return batch.with_fields(labels=labels)
 
 
-def cut(batch: TensorBatch, places: int | Sequence[Sequence[int]]) -> list[ReplicaBatch]:
+def split_batch(batch: TensorBatch, places: int | Sequence[Sequence[int]]) -> list[ReplicaBatch]:
     """Return a part with the rows at each of these places; for a number, that many parts, as even
     as possible."""
     if isinstance(places, int):
@@ -153,7 +153,7 @@ class WorkerGroup:
         def join(results: list[list[Tensor]]) -> T:
             return make(_concatenate(results)[: len(batch)])
 
-        parts = cut(filled_rows(batch, self.dims.dp), self.dims.dp)
+        parts = split_batch(filled_rows(batch, self.dims.dp), self.dims.dp)
         return self.ranks.call(join, method, parts, *args)
 
     def routing(self, batch: BatchLike) -> Future[TensorList]:
@@ -176,7 +176,7 @@ class WorkerGroup:
         """
         check_divisor(divisor)
         value_names = Objective.create(loss, options).value_names
-        parts = cut(filled_rows(batch, self.dims.dp, value_names), self.dims.dp)
+        parts = split_batch(filled_rows(batch, self.dims.dp, value_names), self.dims.dp)
 
         def join(results: list[StepMetrics]) -> StepMetrics:
             if not return_per_token_outputs:
@@ -209,7 +209,7 @@ class WorkerGroup:
         needs another seed. With a seed for each prompt, answer k depends on its seed + k alone.
         """
         args = (settings, n, seed, batch_rows)
-        parts = cut(without_labels(prompts), self.dims.dp)
+        parts = split_batch(without_labels(prompts), self.dims.dp)
         return self.ranks.call(_concatenate, "sample", parts, *args)
 
     def generate(
@@ -228,8 +228,8 @@ class WorkerGroup:
         def join(results: list[Any]) -> list[list[int]]:
             return [settings.without_stop(each.ids) for (each,) in _concatenate(results)]
 
-        args = (settings, 1, seed, batch_rows)
-        return self.ranks.call(join, "sample", cut(without_labels(prompts), self.dims.dp), *args)
+        parts = split_batch(without_labels(prompts), self.dims.dp)
+        return self.ranks.call(join, "sample", parts, settings, 1, seed, batch_rows)
 
     def save(self, folder: str, progress: dict[str, Any] | None = None) -> Future[None]:
         """Write a checkpoint. `progress` is plain JSON, which `load` returns."""

@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.errors import ConfigError
 
-CutGroup = Literal["tp", "ep"]  # groups over which a parameter can be cut
+ShardGroup = Literal["tp", "ep"]  # groups over which a parameter can be sharded
 
 
 def shards_optimizer(cfg: ParallelConfig, dp: int) -> bool:

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_vlm.distributed.collectives import host_group
-from megatron_vlm.distributed.dims import CutGroup, ParallelDims
+from megatron_vlm.distributed.dims import ParallelDims, ShardGroup
 from megatron_vlm.errors import ConfigError
 
 _LOOK_S = 0.01
@@ -101,18 +101,18 @@ class RankGroups:
         """True if this process loads the data of its replica and reports its results."""
         return self.replica.rank == 0
 
-    def along(self, cut: CutGroup | None) -> tuple[int, int]:
-        """Return (rank, size) among the processes that a parameter is cut over, or (0, 1)."""
-        axis = self.axis_of(cut)
+    def along(self, shard_group: ShardGroup | None) -> tuple[int, int]:
+        """Return (rank, size) among the processes that a parameter is sharded over, or (0, 1)."""
+        axis = self.axis_of(shard_group)
         return (0, 1) if axis is None else (axis.rank, axis.size)
 
-    def axis_of(self, cut: CutGroup | None) -> GroupAxis | None:
-        """Return the processes that a parameter is cut over, or None for a whole one."""
-        return {None: None, "tp": self.tp, "ep": self.ep}[cut]
+    def axis_of(self, shard_group: ShardGroup | None) -> GroupAxis | None:
+        """Return the processes that a parameter is sharded over, or None for a whole one."""
+        return {None: None, "tp": self.tp, "ep": self.ep}[shard_group]
 
-    def gather(self, cut: CutGroup | None, local: Tensor) -> list[Tensor]:
-        """Gather the parts of a parameter from all processes that it is cut over. A collective."""
-        if (axis := self.axis_of(cut)) is None:
+    def gather(self, shard_group: ShardGroup | None, local: Tensor) -> list[Tensor]:
+        """Gather the parts of a parameter from all ranks that it is sharded over. A collective."""
+        if (axis := self.axis_of(shard_group)) is None:
             return [local]
         parts = [local.new_empty(local.shape) for _ in range(axis.size)]
         dist.all_gather(parts, local, group=axis.group)

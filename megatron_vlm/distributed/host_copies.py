@@ -178,7 +178,7 @@ class Copies:
             tensor.record_stream(compute_stream)
 
 
-class LateFigures:
+class DeferredFigures:
     """Figures that the device computes. The host reads them at first use, or with others when it
     waits for the device anyway."""
 
@@ -191,9 +191,9 @@ class LateFigures:
         return values
 
 
-def read_together(figures: Sequence[LateFigures]) -> None:
+def read_together(figures: Sequence[DeferredFigures]) -> None:
     """Read all of these figures in one copy."""
-    joined = LateFigures(torch.cat([each.on_device for each in figures])).values
+    joined = DeferredFigures(torch.cat([each.on_device for each in figures])).values
     for each in reversed(figures):
         each.values = [joined.pop() for _ in range(len(each.on_device))][::-1]
 

@@ -1,5 +1,5 @@
 """The ranks' own decoder as an engine: `engine.name=own`. Its prompts are drawn on all ranks, with
-the weights in training, while their first rank waits for the answers."""
+the weights in training, by training/generate.py, while their first rank waits for the answers."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,4 +1,6 @@
-"""Transfer of weights to the engines through memory that all of them share, one piece at a time."""
+"""Transfer of weights to the engines through memory that all of them share, one piece at a time.
+`stored_tensors` in hf/gather_weights.py yields them, under Hugging Face's names and in the dtypes
+of the source checkpoint."""
 
 import asyncio
 import mmap
@@ -51,7 +53,7 @@ class SharedBuffer:
         os.close(self.file)
 
 
-def cut_pieces(
+def pack_pieces(
     memory: Tensor, named: Iterable[tuple[str, Tensor]]
 ) -> Iterator[list[dict[str, Any]]]:
     """Copy tensors into the memory, one after the other. Yield the parts that it holds, as
@@ -148,7 +150,7 @@ async def stream(
         first[1].device, [gpu for each in engines for gpu in each.gpus]
     )
     await to_each("start_weights", **where)
-    for parts in cut_pieces(memory, chain([first], rest)):
+    for parts in pack_pieces(memory, chain([first], rest)):
         if memory.is_cuda:
             torch.accelerator.synchronize(memory.device)
         await to_each("piece", parts=parts)

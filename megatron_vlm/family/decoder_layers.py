@@ -94,6 +94,21 @@ class ProportionalRoPE:
     theta: float
 
 
+# Limits of torch's attention kernels, by which layers call them and the planner counts memory.
+
+WIDEST_OF_FLASH = 256  # values of a head that flash attention takes
+
+
+def fits_flash(head_dim: int) -> bool:
+    """Return whether flash attention takes sequences of any lengths with such heads."""
+    return head_dim % 8 == 0 and head_dim <= WIDEST_OF_FLASH
+
+
+def mask_columns(tokens: int) -> int:
+    """Return the columns of a mask: efficient attention copies one whose rows are not aligned."""
+    return -(-tokens // 16) * 16
+
+
 # The `kind` of a mixer, a feed-forward or a layer names its builder in model/layer_specs.py.
 
 
@@ -364,8 +379,8 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class DraftHeadSpec:
-    """Head for drafts of speculative decoding ("multi-token prediction"): from the decoder's input
+class MtpHeadSpec:
+    """MTP head of speculative decoding ("multi-token prediction"): from the decoder's input
     at a token and the hidden state of the token before, a product, a layer and a norm make a hidden
     state from which the model's own head predicts the next token."""
 

@@ -16,11 +16,11 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.decoder_layers import (
     Attention,
     DenseMLP,
-    DraftHeadSpec,
     Experts,
     FullAttention,
     GatedDeltaNet,
     LayerSpec,
+    MtpHeadSpec,
 )
 
 
@@ -33,7 +33,7 @@ class Part(StrEnum):
     decoder = "decoder"
     head = "head"
     score = "score"  # the scalar head of a reward model
-    drafts = "drafts"  # the head for drafts, where it is trained
+    drafts = "drafts"  # the MTP head, where it is trained
 
     @property
     def switch(self) -> str:
@@ -239,8 +239,8 @@ class ModelSizes:
     # Shapes of some tensors that are passed through (`Family.passthrough`), where a checkpoint has
     # them.
     passthrough: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    drafts: DraftHeadSpec | None = None  # the head for drafts that a checkpoint may have
-    trains_drafts: bool = False  # its tensors are among the model's
+    mtp: MtpHeadSpec | None = None  # the MTP head that a checkpoint may have
+    trains_mtp: bool = False  # its tensors are among the model's
 
     @staticmethod
     def from_parts(
@@ -260,19 +260,19 @@ class ModelSizes:
         """Return the sizes of the model at `path` with one more head: `score` or `drafts`."""
         if kind == Part.score:
             return self.with_score()
-        return self.with_drafts(path) if kind == Part.drafts else self
+        return self.with_mtp(path) if kind == Part.drafts else self
 
-    def with_drafts(self, path: str) -> "ModelSizes":
-        """Return the sizes of the model at `path` with its head for drafts, which is trained."""
-        if self.drafts is None:
-            raise lacks_drafts(path)
+    def with_mtp(self, path: str) -> "ModelSizes":
+        """Return the sizes of the model at `path` with its MTP head, which is trained."""
+        if self.mtp is None:
+            raise lacks_mtp_head(path)
         added = (
-            TensorSpec(self.drafts.prefix + tensor.name, tensor.shape, Part.drafts)
-            for param in self.drafts.params(self.text.hidden)
+            TensorSpec(self.mtp.prefix + tensor.name, tensor.shape, Part.drafts)
+            for param in self.mtp.params(self.text.hidden)
             for tensor in param.tensors
         )
         tensors = (*self.tensors, *added)
-        return replace(self, tensors=tensors, passthrough={}, trains_drafts=True)
+        return replace(self, tensors=tensors, passthrough={}, trains_mtp=True)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -303,8 +303,8 @@ class ModelSizes:
         return replace(self, tied=True, tensors=(*body, score))
 
 
-def lacks_drafts(path: str) -> ConfigError:
-    """Return the error of a model without a head for drafts that is to be trained."""
+def lacks_mtp_head(path: str) -> ConfigError:
+    """Return the error of a model without an MTP head that is to be trained."""
     return ConfigError(
         f"trains a head for drafts (mtp.*), and {path} has none",
         key="model.mtp",

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_vlm.family.attention_limits import fits_flash
 from megatron_vlm.family.cpu_matmul import with_mkl
+from megatron_vlm.family.decoder_layers import fits_flash
 from megatron_vlm.family.flash_attention import TORCH, is_flash, prefer_kernel
 from megatron_vlm.family.spec import TowerHeads
 

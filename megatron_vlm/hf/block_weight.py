@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_vlm.config.base_types import WEIGHTS_PER_BLOCK, BaseType
+from megatron_vlm.config.lora_base_types import WEIGHTS_PER_BLOCK, BaseType
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.expert_layouts import ReadSlice, Span, slices_of
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile

@@ -21,8 +21,8 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.added_tokens import changed_json
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.hf.expert_layouts import OF_EXPERTS, ExpertStorage
-from megatron_vlm.hf.export_weights import write_index, write_tensors
 from megatron_vlm.hf.hf_checkpoint import INDEX, HFCheckpoint, weight_files
+from megatron_vlm.hf.write_export import write_index, write_tensors
 
 FP8_BLOCK = 128
 _LARGEST = 448.0  # float8_e4m3 ends here

@@ -23,8 +23,8 @@ from megatron_vlm.family.decoder_layers import FullAttention, GatedDeltaNet
 from megatron_vlm.family.processor_files import read_processor
 from megatron_vlm.family.spec import Part, TensorSpec, TextSizes
 from megatron_vlm.hf.expert_layouts import OF_EXPERTS, parts_of_expert
-from megatron_vlm.hf.export_weights import ChangeFolder
 from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, HFCheckpoint, weight_files
+from megatron_vlm.hf.write_export import ChangeFolder
 
 _DECODERS = dict(qwen3_vl="QWEN3VL", qwen3_vl_moe="QWEN3VLMOE")
 _DECODERS |= dict(qwen3_5="QWEN35", qwen3_5_moe="QWEN35MOE")

@@ -20,8 +20,8 @@ from megatron_vlm.config.trainable import extra_head
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.added_tokens import find_new_tokens
-from megatron_vlm.family.decoder_layers import DraftHeadSpec
-from megatron_vlm.family.spec import SCORE, lacks_drafts
+from megatron_vlm.family.decoder_layers import MtpHeadSpec
+from megatron_vlm.family.spec import SCORE, lacks_mtp_head
 from megatron_vlm.hf.block_weight import StoredBlocks, find_blocks
 from megatron_vlm.hf.expert_layouts import ExpertStorage, Span, find_form, slices_of
 from megatron_vlm.io.hub import folder_of, pin
@@ -72,7 +72,7 @@ class HFCheckpoint:
         self.in_blocks: dict[str, StoredBlocks] = {}  # tensors that are stored in 4 bits
         self._files: dict[str, Path] = {}  # file of every stored tensor
         self.is_untied = False  # see `untied`
-        self.experts = self.draft_experts = ExpertStorage.out_in
+        self.experts = self.mtp_experts = ExpertStorage.out_in
 
     @staticmethod
     def of(cfg: Config, path: str | None = None) -> "HFCheckpoint":
@@ -84,7 +84,7 @@ class HFCheckpoint:
         the same tensor, the last one counts, as in transformers. The files of a name on the Hub are
         downloaded now."""
         folder_of(self.name, weights=True)
-        patterns = () if self.sizes.trains_drafts else self.family.passthrough
+        patterns = () if self.sizes.trains_mtp else self.family.passthrough
         for file in weight_files(self.path):
             for name, info in read_header(file).items():
                 shape = tuple(info["shape"])
@@ -105,24 +105,37 @@ class HFCheckpoint:
             like, shape = self.tensors[self.sizes.names.embedding], self.sizes.shapes[SCORE]
             num_bytes = prod(shape) * FLOATS[like.dtype].itemsize
             self.tensors[SCORE] = TensorInfo(like.file, shape, like.dtype, num_bytes)
-        drafted = {name for name in self.tensors if name.startswith(DraftHeadSpec.prefix)}
-        if self.sizes.trains_drafts and not drafted:
-            raise lacks_drafts(self.name)
+        drafted = {name for name in self.tensors if name.startswith(MtpHeadSpec.prefix)}
+        if self.sizes.trains_mtp and not drafted:
+            raise lacks_mtp_head(self.name)
         if self.sizes.text.experts is not None:
             of_drafts = {name: self.tensors[name].shape for name in drafted}
             shapes = {n: info.shape for n, info in self.tensors.items() if n not in drafted}
             self.experts = find_form(str(self.path), shapes, self.sizes)
-            self.draft_experts = find_form(str(self.path), of_drafts, self.sizes)
+            self.mtp_experts = find_form(str(self.path), of_drafts, self.sizes)
 
     def form_of(self, name: str) -> ExpertStorage:
-        """Return the form in which a tensor is stored if it is of experts. A head for drafts may
+        """Return the form in which a tensor is stored if it is of experts. An MTP head may
         have another form than the model."""
-        return self.draft_experts if name.startswith(DraftHeadSpec.prefix) else self.experts
+        return self.mtp_experts if name.startswith(MtpHeadSpec.prefix) else self.experts
 
     def stored_name(self, name: str) -> str:
         """Return the tensor that has a weight's values: the embedding for a tied head."""
         names = self.sizes.names
         return names.embedding if self.sizes.tied and name == names.head else name
+
+    def stored_names(self, name: str) -> list[str]:
+        """Return the names under which a tensor is stored: a tied embedding also as the head, where
+        the checkpoint does so, and experts in its form."""
+        names = self.sizes.names
+        if name == names.embedding and self.sizes.tied and names.head in self.tensors:
+            return [name, names.head]
+        return list(self.form_of(name).stored(name, self.sizes.shapes[name]))
+
+    def as_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Return a tensor under the names and in the form in which the checkpoint stores it."""
+        names, values = self.stored_names(name), self.form_of(name).split(name, tensor)
+        return zip(names, values * (len(names) // len(values)), strict=True)
 
     def _find_blocks(self) -> None:
         """Find the tensors in 4 bits, and describe the values that they stand for."""

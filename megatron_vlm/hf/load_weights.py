@@ -120,11 +120,11 @@ def load_hf(
     norm.
     """
     for entry, param in held.items():
-        if entry.layout.cut == "tp" and not hasattr(param, "tensor_model_parallel"):
+        if entry.layout.shard_group == "tp" and not hasattr(param, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(param, True, entry.layout.axis, 1)
         if entry.origin is Origin.added:
             continue
-        rank, ranks = grid.along(entry.layout.cut)
+        rank, ranks = grid.along(entry.layout.shard_group)
         loaded = entry.layout.load(source.read, entry.names, rank, ranks)
         assert loaded.shape == param.shape, (entry.our_name, loaded.shape, param.shape)
         if isinstance(param, BlockWeight):

@@ -16,14 +16,14 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from megatron_vlm.config.base_types import BASE_TITLES, WEIGHTS_PER_BLOCK
 from megatron_vlm.config.data_sources import HUB
+from megatron_vlm.config.lora_base_types import BASE_TITLES, WEIGHTS_PER_BLOCK
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.checkpoint_files import is_regular_file
-from megatron_vlm.hf.export_folder import CARD
+from megatron_vlm.hf.export_mark import CARD
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.retrieval_files import RERANK_TEMPLATE
 from megatron_vlm.io.hub import hub_name

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.config.trainable import learns
-from megatron_vlm.distributed.dims import CutGroup, ParallelDims
+from megatron_vlm.distributed.dims import ParallelDims, ShardGroup
 from megatron_vlm.family import decoder_layers
 from megatron_vlm.family.spec import SCORE, ModelSizes, Part, TensorSpec
 from megatron_vlm.hf.expert_layouts import ReadSlice
@@ -19,7 +19,7 @@ from megatron_vlm.hf.layer_backends import BACKENDS
 
 # Our names of the head and of the norm before it.
 HEAD, LAST_NORM = "output_layer", "decoder.final_layernorm.weight"
-DRAFTS = "draft_head."  # prefix of our names of the head for drafts
+MTP_PREFIX = "mtp_head."  # prefix of our names of the MTP head
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Layout:
     every rank holds whole. `load` makes rank r's part from slices of the checkpoint's tensors;
     `save` makes those tensors from the parts of all ranks of the group."""
 
-    cut: CutGroup | None
+    shard_group: ShardGroup | None
     axis: int
     load: Callable[[ReadSlice, Sequence[str], int, int], Tensor]
     save: Callable[[Sequence[Tensor]], list[Tensor]]
     groups: int = 1  # number of groups in which the rows of its tensors alternate
-    # For each of its tensors, the parts whose rows are cut by themselves.
+    # For each of its tensors, the parts whose rows are sharded by themselves.
     parts: tuple[tuple[int, ...], ...] = ()
 
 
@@ -90,7 +90,7 @@ class Entry:
 
     def values_per_rank(self, dims: ParallelDims) -> int:
         """Return the number of values that each rank with the parameter holds, with padding."""
-        ranks = {None: 1, "tp": dims.tp, "ep": dims.ep}[self.layout.cut]
+        ranks = {None: 1, "tp": dims.tp, "ep": dims.ep}[self.layout.shard_group]
         lengths = [(tensor, tensor.shape[self.layout.axis]) for tensor in self.hf_tensors]
         return sum(tensor.num_values // length * -(-length // ranks) for tensor, length in lengths)
 
@@ -110,7 +110,7 @@ WHOLE = Layout(
 
 
 def rows(*widths: Sequence[int]) -> Layout:
-    """Return the layout of rows. Each tensor has parts of these widths, each cut by itself."""
+    """Return the layout of rows. Each tensor has parts of these widths, each sharded by itself."""
 
     def load(read: ReadSlice, names: Sequence[str], rank: int, ranks: int) -> Tensor:
         pieces = []
@@ -235,8 +235,8 @@ def name_table(sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entr
     elif dims.pp > 1:
         copy = [names.embedding]
         entries.append(entry(f"{HEAD}.weight", copy, vocab, last, Origin.copy))
-    if sizes.trains_drafts and (drafts := sizes.drafts) is not None:
+    if sizes.trains_mtp and (drafts := sizes.mtp) is not None:
         for param in drafts.params(sizes.text.hidden):
             full = [drafts.prefix + tensor.name for tensor in param.tensors]
-            entries.append(entry(DRAFTS + param.name, full, _layout_of(param), last))
+            entries.append(entry(MTP_PREFIX + param.name, full, _layout_of(param), last))
     return entries

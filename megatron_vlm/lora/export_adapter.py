@@ -15,9 +15,10 @@ from megatron_vlm.config.trainable import Exported, scale_of
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.spec import TensorSpec
-from megatron_vlm.hf import export_weights
+from megatron_vlm.hf import write_export
 from megatron_vlm.hf.block_weight import rounded
-from megatron_vlm.hf.export_folder import ExportMark
+from megatron_vlm.hf.export_mark import ExportMark
+from megatron_vlm.hf.gather_weights import write_gathered
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
 from megatron_vlm.hf.weight_map import Entry, exported_names
@@ -62,7 +63,7 @@ def export_adapter(
         tensors = {name: value for name, value in named if value is not None}
         write(TrainedAdapter(*form, tensors), table, out, kind, mark, done)
 
-    export_weights.write_gathered(held, table, grid, write_trained, of=set(trained).__contains__)
+    write_gathered(held, table, grid, write_trained, of=set(trained).__contains__)
 
 
 def write(
@@ -72,7 +73,7 @@ def write(
     kind: Exported,
     mark: ExportMark | None = None,
     done: TrainingSummary | None = None,
-    change: export_weights.ChangeFolder | None = None,
+    change: write_export.ChangeFolder | None = None,
 ) -> None:
     """Write the folder as an adapter or as a merged model, which `change` changes then."""
     lora, source = adapter.lora, adapter.source
@@ -82,7 +83,7 @@ def write(
             names, source = [*names, head.name], source.without_tied_head()
         frozen = targets.entries_in_blocks(lora, table, adapter.source)
         named = merged_tensors(adapter, names, {name for entry in frozen for name in entry.names})
-        export_weights.write_folder(source, names, named, out, mark=mark, done=done, change=change)
+        write_export.write_folder(source, names, named, out, mark=mark, done=done, change=change)
         return
     if whole := [part for part in lora.train if part != "merger"]:
         raise CheckpointError(
@@ -91,7 +92,7 @@ def write(
             found=lora.train,
             remedy="write the merged model: megatron-vlm export --as merged",
         )
-    if source.sizes.trains_drafts:
+    if source.sizes.trains_mtp:
         raise CheckpointError(
             ": PEFT's files have no place for the head for drafts",
             key="model.mtp",
@@ -105,9 +106,9 @@ def write(
         dtype = FLOATS[source.tensors[tensor.name].dtype]
         tensors[targets.PREFIX + tensor.name] = adapter.tensors[tensor.name].to(dtype).contiguous()
     for name, value in tensors.items():
-        export_weights.check_finite(name, value, out)
-    with export_weights.new_export(out, mark) as partial:
-        export_weights.write_tensors(
+        write_export.check_finite(name, value, out)
+    with write_export.new_export(out, mark) as partial:
+        write_export.write_tensors(
             partial / peft_folder.ADAPTER_FILE, dict(sorted(tensors.items()))
         )
         config = _render_config(lora, adapter.weights, source)

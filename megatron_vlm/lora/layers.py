@@ -56,11 +56,12 @@ class Adapters(nn.ModuleDict):
         self, weight: Tensor, plan: AdaptedLinear, lora: LoraConfig, tp: dist.ProcessGroup
     ):
         """Create the adapters. `weight` is this rank's part of the layer's weight."""
-        ranks = 1 if plan.cut is None else dist.get_world_size(tp)
-        self.rows = [slot.base.shape[0] // (ranks if plan.cut == 0 else 1) for slot in plan.slots]
+        ranks = 1 if plan.shard_axis is None else dist.get_world_size(tp)
+        row_ranks = ranks if plan.shard_axis == 0 else 1
+        self.rows = [slot.base.shape[0] // row_ranks for slot in plan.slots]
         if len(plan.slots) == 1:
             self.rows = [len(weight)]  # the rows of a vocabulary are padded
-        inputs = plan.slots[0].base.shape[1] // (ranks if plan.cut == 1 else 1)
+        inputs = plan.slots[0].base.shape[1] // (ranks if plan.shard_axis == 1 else 1)
         super().__init__(
             {
                 slot.leaf: LowRank(lora.rank, inputs, rows, weight)
@@ -76,9 +77,9 @@ class Adapters(nn.ModuleDict):
     def forward(self, x: Tensor) -> Tensor:
         """Return the adapters' addition to the output [..., O] for the layer's input [..., I]."""
         low = torch.cat([self._down(x, slot) for slot in self.slots], -1)
-        if self.plan.cut == 0:
+        if self.plan.shard_axis == 0:
             low = copy_to_tensor_model_parallel_region(low, group=self.tp)
-        elif self.plan.cut == 1:
+        elif self.plan.shard_axis == 1:
             low = reduce_from_tensor_model_parallel_region(low, group=self.tp)
         parts = zip(self.slots, (low * self.scale).chunk(len(self.slots), dim=-1), strict=True)
         added = {slot: F.linear(part, self._low_rank(slot).B) for slot, part in parts}
@@ -212,7 +213,7 @@ def fill_adapters(
         whole = value_of(entry.hf_tensors[0], name)
         if whole is not None:
             read = partial(_slice_of, whole)
-            part = entry.layout.load(read, [name], *grid.along(entry.layout.cut))
+            part = entry.layout.load(read, [name], *grid.along(entry.layout.shard_group))
             with torch.no_grad():
                 param.copy_(part)
 

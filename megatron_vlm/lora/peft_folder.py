@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_vlm.config.base_types import BaseType
+from megatron_vlm.config.lora_base_types import BaseType
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.config.trainable import Exported
 from megatron_vlm.errors import CheckpointError, show_value

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from hashlib import blake2b
 
-from megatron_vlm.config.base_types import WEIGHTS_PER_BLOCK
+from megatron_vlm.config.lora_base_types import WEIGHTS_PER_BLOCK
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.config.trainable import SWITCHES, exports
 from megatron_vlm.errors import ConfigError
@@ -61,7 +61,7 @@ class AdaptedLinear:
     stage: int
     chunk: int
     slots: tuple[HFLinear, ...]
-    cut: int | None  # axis of the weight that is sharded over TP
+    shard_axis: int | None  # axis of the weight that is sharded over TP
     groups: int  # number of groups in which the rows of the slots alternate, over all TP ranks
 
     @property
@@ -174,9 +174,9 @@ def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> li
                 HFLinear(tensor, tensor in chosen, widths)
                 for tensor, widths in zip(entry.hf_tensors, parts, strict=True)
             )
-            cut = None if layout.cut is None else layout.axis
+            axis = None if layout.shard_group is None else layout.axis
             name = entry.our_name.removesuffix(".weight")
-            linears.append(AdaptedLinear(name, *place, slots, cut, layout.groups))
+            linears.append(AdaptedLinear(name, *place, slots, axis, layout.groups))
         if entry.our_name == LAST_NORM:  # here is the head; a tied one has no entry of its own
             heads = [HFLinear(weight, True) for weight in weights if weight.part is Part.head]
             linears += [AdaptedLinear(HEAD, *place, (head,), 0, 1) for head in heads]
@@ -210,8 +210,8 @@ def _layouts(linear: AdaptedLinear, slot: HFLinear) -> tuple[Layout, Layout]:
         return experts(*count), experts(*count)
     if linear.is_head:
         return WHOLE, vocab_rows(height)
-    first = columns(width) if linear.cut == 1 else WHOLE
-    return first, rows(slot.parts or (height,)) if linear.cut == 0 else WHOLE
+    first = columns(width) if linear.shard_axis == 1 else WHOLE
+    return first, rows(slot.parts or (height,)) if linear.shard_axis == 0 else WHOLE
 
 
 # Frozen weights beside adapters in 4 or 8 bits, `lora.base`.
@@ -257,7 +257,7 @@ def find_misfit(lora: LoraConfig, table: Sequence[Entry], tp: int) -> ConfigErro
             continue
         tensor = entry.hf_tensors[0]
         row = tensor.shape[-1]
-        is_alone = entry.layout.cut is None and len(entry.hf_tensors) == 1
+        is_alone = entry.layout.shard_group is None and len(entry.hf_tensors) == 1
         if tensor.num_values % block or (row % block and not is_alone):
             return ConfigError(
                 f"stores weights in blocks of {block} that share a scale, and the rows of "
@@ -267,7 +267,7 @@ def find_misfit(lora: LoraConfig, table: Sequence[Entry], tp: int) -> ConfigErro
                 remedy="set lora.base=null: this model is too small for blocks; one of "
                 "megatron-vlm demo tiny --head-dim 32 --intermediate 192 is not",
             )
-        has_columns = entry.layout.cut == "tp" and entry.layout.axis == 1
+        has_columns = entry.layout.shard_group == "tp" and entry.layout.axis == 1
         if has_columns and row % (tp * block):
             return ConfigError(
                 f"cuts each row of {tensor.name}, which has {row} weights, into parts of "

@@ -23,8 +23,7 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.attention_limits import WIDEST_OF_FLASH, mask_columns
-from megatron_vlm.family.decoder_layers import Attention
+from megatron_vlm.family.decoder_layers import WIDEST_OF_FLASH, Attention, mask_columns
 from megatron_vlm.family.flash_attention import (
     GENERATIONS,
     TORCH,

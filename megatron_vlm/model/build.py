@@ -218,8 +218,8 @@ def build_chunks(
             chunk=chunk if dims.virtual_stages > 1 else None,
             offload=offload,
         )
-        if model.post_process and sizes.trains_drafts and sizes.drafts is not None:
-            model.add_drafts(block_spec(options, sizes.text, [sizes.drafts.layer]))
+        if model.post_process and sizes.trains_mtp and sizes.mtp is not None:
+            model.add_mtp_head(block_spec(options, sizes.text, [sizes.mtp.layer]))
         check_built(model.config, dims)
         model.kernels = kernels
         # Only parameters are cast: rotary frequencies are buffers and must stay in fp32.

@@ -16,7 +16,7 @@ from megatron_vlm.family.spec import ModelSizes
 @dataclass(frozen=True)
 class Carry:
     """Hidden states, and the tensors that travel beside them: the DeepStack features that later
-    layers will add, and the decoder's input where a head for drafts is trained. A family without
+    layers will add, and the decoder's input where an MTP head is trained. A family without
     DeepStack has no features, and neither has a micro-batch without images.
 
     One tensor is sent, in which the extras follow the hidden states along the sequence. So any
@@ -50,6 +50,6 @@ class Carry:
     ) -> int:
         """Return how many tensors as large as the hidden states travel beside them from this place
         in the pipeline to the next; -1 is the place before the first layer. In a pass from which
-        nothing is learnt, a head for drafts needs none."""
+        nothing is learnt, an MTP head needs none."""
         features = dims.features_after(place, sizes.vision.deepstack) if has_images else 0
-        return features + (learns and sizes.trains_drafts)
+        return features + (learns and sizes.trains_mtp)

@@ -37,7 +37,7 @@ class PassContext:
     # because the head reads no others. None: all.
     places_N: Tensor | None = None
     pictures: PictureTokens | None = None  # None: not known on the host
-    # The last layer's output at all places, where `places_N` leaves some out and a head for drafts
+    # The last layer's output at all places, where `places_N` leaves some out and an MTP head
     # reads it. None: nothing reads it.
     all_places: list[Tensor] | None = None
     # Masks of attention that layers share, by what they depend on. The first of them makes each.

@@ -30,7 +30,7 @@ class HeadOutput:
     top_log_probs_NJ: Tensor | None = None  # log-probs of these, in float64
     embeddings_NH: Tensor | None = None  # normalised hidden states
     scores_N: Tensor | None = None  # rewards, by the scalar head
-    drafts: Any = None  # DraftEvents of model/draft_head.py, where a head for drafts is trained
+    mtp: Any = None  # MtpEvents of model/mtp_head.py, where an MTP head is trained
 
     @property
     def device(self) -> torch.device:

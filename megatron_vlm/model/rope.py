@@ -1,5 +1,6 @@
 """Interleaved M-RoPE. Megatron's own `mrope` lays the three axes out in chunks; Qwen3-VL
 interleaves them (t, h, w, t, h, w, ...), and a loose parity test would miss the difference.
+`mrope_positions` in family/qwen/model.py makes the position ids.
 
 Shapes: S tokens, B rows, D head size, F half the head size, 3 the axes time, height, width.
 """

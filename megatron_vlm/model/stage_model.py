@@ -22,10 +22,10 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.decoder_layer import PassContext
-from megatron_vlm.model.draft_head import DraftHead, draft_events
 from megatron_vlm.model.flash_windows import PictureTokens
 from megatron_vlm.model.head import Head, HeadOutput, OutputLayer, Targets, log_probs_head
 from megatron_vlm.model.kv_cache import KVCache
+from megatron_vlm.model.mtp_head import MtpHead, mtp_events
 from megatron_vlm.model.offload_activations import ActivationOffload, OffloadPass
 from megatron_vlm.model.router import Routing
 from megatron_vlm.model.vision import VisualPlan, encode, mark_ready_with_zero_grads
@@ -82,9 +82,9 @@ class StageModel(GPTModel):
         if last and sizes.has_score:
             self.score = nn.Linear(sizes.text.hidden, 1, bias=False)
 
-    def add_drafts(self, submodules: TransformerBlockSubmodules) -> None:
-        """Add a head for drafts, which the last chunk of the pipeline has if it is trained."""
-        self.draft_head = DraftHead(
+    def add_mtp_head(self, submodules: TransformerBlockSubmodules) -> None:
+        """Add an MTP head, which the last chunk of the pipeline has if it is trained."""
+        self.mtp_head = MtpHead(
             self.config, submodules, len(self.decoder.layers), self.pg_collection, self.vp_stage
         )
 
@@ -134,7 +134,7 @@ class StageModel(GPTModel):
         if attention_mask is not None:
             _check_right_padded(attention_mask)
             routing = routing or Routing(_places(attention_mask.bool()))
-        drafts = self.sizes.trains_drafts and torch.is_grad_enabled()
+        drafts = self.sizes.trains_mtp and torch.is_grad_enabled()
         if self.pre_process:
             hidden_SBH = self._embed(input_ids)
             features_KSBH = None
@@ -176,7 +176,7 @@ class StageModel(GPTModel):
     def _drafting(
         self, carry: Carry, output_SBH: Tensor, position_ids_3BS: Tensor, given: PassContext
     ) -> Draft:
-        """Return the head for drafts with all that it reads, from which nothing else learns."""
+        """Return the MTP head with all that it reads, from which nothing else learns."""
         assert carry.input_SBH is not None
         hidden_SBH = output_SBH.detach()
         if given.all_places:
@@ -186,7 +186,7 @@ class StageModel(GPTModel):
         # Its router follows no given choices, and adds no losses.
         own = PassContext(given.ids_BS, Routing(given.routing.places_N))
         rotary = self.rotary_pos_emb(position_ids_3BS)
-        return partial(self.draft_head, carry.input_SBH, hidden_SBH, rotary, own)
+        return partial(self.mtp_head, carry.input_SBH, hidden_SBH, rotary, own)
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         """Return the tokens' embeddings, times the family's scale. The padding token's embedding is
@@ -299,7 +299,7 @@ class StageModel(GPTModel):
         output = (head or log_probs_head)(hidden_NH, layer, targets)
         if draft is None:
             return output
-        return replace(output, drafts=draft_events(*draft(places_N), hidden_NH.detach(), layer))
+        return replace(output, mtp=mtp_events(*draft(places_N), hidden_NH.detach(), layer))
 
 
 def _check_right_padded(mask_BS: Tensor) -> None:

@@ -139,7 +139,7 @@ class VisualPlan:
 class _GatherFeatures(torch.autograd.Function):
     """Features of all ranks, in image order. Backward takes this rank's rows and nothing else: the
     decoder's gradient of a replicated tensor is already whole on every TP rank, and the tower's
-    partial weight gradients are summed over TP once per step (see training/optimizer.py)."""
+    partial weight gradients are summed over TP once per step (see training/data_parallel.py)."""
 
     @staticmethod
     def forward(ctx: Any, local_fH: Tensor, share: ImageShare, group: dist.ProcessGroup) -> Tensor:

@@ -80,7 +80,7 @@ def micro_work(layout: ModelLayout, batch: BatchSizes) -> MicroWork:
         _first(layout, work, batch),
         _head(layout, batch) + _drafts(layout, batch),
         # The decoder's input travels beside the hidden states.
-        (1 + sizes.trains_drafts) * batch.padded_tokens * sizes.text.hidden * layout.itemsize,
+        (1 + sizes.trains_mtp) * batch.padded_tokens * sizes.text.hidden * layout.itemsize,
         sizes.vision.deepstack if batch.patches else 0,
     )
 
@@ -188,11 +188,11 @@ def _head(layout: ModelLayout, batch: BatchSizes) -> StepCost:
 
 
 def _drafts(layout: ModelLayout, batch: BatchSizes) -> StepCost:
-    """Return the cost of a head for drafts that learns: its layer, the product before it, and the
+    """Return the cost of an MTP head that learns: its layer, the product before it, and the
     logits. The model's most likely tokens and their log-probs take two passes over the vocabulary,
     and so do the guesses."""
-    text, drafts, tokens = layout.sizes.text, layout.sizes.drafts, batch.padded_tokens
-    if drafts is None or not layout.sizes.trains_drafts:
+    text, drafts, tokens = layout.sizes.text, layout.sizes.mtp, batch.padded_tokens
+    if drafts is None or not layout.sizes.trains_mtp:
         return StepCost()
     joined = OpCount(4 * text.hidden * text.hidden * tokens)
     logits = batch.supervised * text.vocab / layout.dims.tp

@@ -54,7 +54,7 @@ class ModelLayout:
 
     @cached_property
     def of_drafts(self) -> "ModelLayout":
-        """The layout in which a layer costs what that of a head for drafts costs: it learns as a
+        """The layout in which a layer costs what that of an MTP head costs: it learns as a
         whole."""
         model = replace(self.cfg.model, freeze_language=False, offload_activations=0.0)
         return replace(self, cfg=replace(self.cfg, model=model, lora=LoraConfig()))

@@ -14,8 +14,7 @@ from megatron_vlm.config.optimizer_spec import OFFLOAD_BUCKET, optimizer_spec
 from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims, count_offloaded, shards_optimizer
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.attention_limits import fits_flash, mask_columns
-from megatron_vlm.family.decoder_layers import Attention, LayerSpec
+from megatron_vlm.family.decoder_layers import Attention, LayerSpec, fits_flash, mask_columns
 from megatron_vlm.family.flash_attention import is_flash
 from megatron_vlm.hf.block_weight import DECODED_AT_ONCE
 from megatron_vlm.model.carry import Carry
@@ -128,11 +127,11 @@ def _kept_of_head(layout: ModelLayout, batch: BatchSizes) -> int:
 
 
 def _kept_of_drafts(layout: ModelLayout, batch: BatchSizes) -> int:
-    """Return the number of values that a head for drafts keeps, 0 if it does not learn: of the
+    """Return the number of values that an MTP head keeps, 0 if it does not learn: of the
     norms and the product before its layer, of the layer, and of the norm and the model's head after
     it."""
-    drafts, sizes = layout.sizes.drafts, layout.sizes
-    if drafts is None or not sizes.trains_drafts:
+    drafts, sizes = layout.sizes.mtp, layout.sizes
+    if drafts is None or not sizes.trains_mtp:
         return 0
     layer = layer_values(layout.of_drafts, drafts.layer, batch)
     return layer + (4 * batch.padded_tokens + 3 * batch.supervised) * sizes.text.hidden
@@ -156,8 +155,8 @@ def working_bytes(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
     if dims.is_last(place):
         # Logits, their fp32 copy and the gradient of one of the two exist together.
         logits = batch.supervised * dims.padded_vocab(text.vocab) // dims.tp
-        # The model's probabilities stay while the head for drafts makes its own.
-        copies = 3 if sizes.trains_drafts else 2
+        # The model's probabilities stay while the MTP head makes its own.
+        copies = 3 if sizes.trains_mtp else 2
         temporaries.append(min(logits, LOGITS_AT_ONCE) * (itemsize + copies * _FP32))
     largest = sorted(_offloaded_values(layout, place, batch), reverse=True)
     return max(temporaries) + sum(largest[:2]) * itemsize

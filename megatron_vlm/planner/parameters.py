@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby
 
-from megatron_vlm.config.base_types import BaseType, base_bytes
 from megatron_vlm.config.evaluation_checks import reward_model_of
+from megatron_vlm.config.lora_base_types import BaseType, base_bytes
 from megatron_vlm.config.optimizer_spec import optimizer_spec
 from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig
 from megatron_vlm.config.trainable import SWITCHES
@@ -15,7 +15,7 @@ from megatron_vlm.distributed.dims import ParallelDims, overlaps, shards_optimiz
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import ModelSizes, Part
 from megatron_vlm.hf.matrices import is_of_matrices, matrices_of
-from megatron_vlm.hf.weight_map import DRAFTS, Entry, Origin, name_table
+from megatron_vlm.hf.weight_map import MTP_PREFIX, Entry, Origin, name_table
 from megatron_vlm.lora.targets import adapted_linears, adapted_specs, adapter_entries, find_misfit
 from megatron_vlm.planner.layout import ModelLayout
 
@@ -153,7 +153,7 @@ def _params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> l
             entry.values_per_rank(dims),
             not entry.is_frozen(cfg),
             shared=sizes.tied and dims.pp > 1 and entry.names == (sizes.names.embedding,),
-            expert=entry.layout.cut == "ep" and dims.ep > 1,
+            expert=entry.layout.shard_group == "ep" and dims.ep > 1,
             states=of_matrices if is_of_matrices(entry.hf_tensors[0]) else of_others,
             muon_flops=_muon_flops(cfg.optim, entry),
             in_blocks=entry.is_in_blocks(cfg.lora),
@@ -212,11 +212,11 @@ def _table(
     positions: dict[str, int] = {}  # place of each module's first entry in the table
 
     def order(entry: Entry) -> list[tuple[bool, bool, bool, int]]:
-        # The tower and a head for drafts are made last, and the output of attention before its
+        # The tower and an MTP head are made last, and the output of attention before its
         # inputs.
         return [
             (
-                module == DRAFTS.rstrip("."),
+                module == MTP_PREFIX.rstrip("."),
                 module == "vision_model",
                 not module.endswith(".linear_proj"),
                 positions.setdefault(module, len(positions)),

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from megatron_vlm.config.base_types import BASE_TITLES
 from megatron_vlm.config.evaluation_checks import DEFAULT_MINUTES, DEFAULT_STEPS, epochs_between
+from megatron_vlm.config.lora_base_types import BASE_TITLES
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, exports, learns
 from megatron_vlm.data.batches.data_warnings import Remarks
@@ -142,7 +142,7 @@ def _data(cfg: Config, remarks: Remarks) -> str:
     text = f"{', '.join(names[:_MAX_NAMES])}{more}"
     if cfg.data.is_stream:
         return f"{text}: a stream, of which nothing is known before it is read"
-    cut = f"; {show_count(remarks.cut, 'record')} cut" * (cfg.data.truncation == "image_safe")
+    cut = f"; {show_count(remarks.truncated, 'record')} cut" * (cfg.data.truncation == "image_safe")
     return f"{text}; records left out: {left_out or 'none'}{cut}"
 
 

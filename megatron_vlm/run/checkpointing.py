@@ -17,7 +17,8 @@ from megatron_vlm.distributed.agreement import Signals, all_reduce_max, fail_tog
 from megatron_vlm.distributed.collectives import host_group
 from megatron_vlm.distributed.process import PREEMPTED, restarts
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.export_folder import ExportMark, Upload, changed_file, read_export_mark
+from megatron_vlm.hf.export_mark import ExportMark, changed_file, read_export_mark
+from megatron_vlm.hf.hub_upload import Upload
 from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.lora.peft_folder import is_kind
 from megatron_vlm.run.log import RunLog

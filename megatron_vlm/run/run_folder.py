@@ -32,7 +32,7 @@ from megatron_vlm.config.teachers import ALL_SOURCES, teachers_of
 from megatron_vlm.config.trainable import Exported, exports
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentences
-from megatron_vlm.hf.export_folder import check_replaceable
+from megatron_vlm.hf.export_mark import check_replaceable
 from megatron_vlm.io import atomic
 from megatron_vlm.io.atomic import read_mark
 from megatron_vlm.io.hub import hub_name, pin

@@ -11,7 +11,7 @@ from megatron_vlm.controller.worker_group import (
     BatchLike,
     ReplicaBatch,
     WorkerGroup,
-    cut,
+    split_batch,
     without_labels,
 )
 from megatron_vlm.data.tensors.tensor_batch import rows_of
@@ -87,7 +87,7 @@ class ResumableDecoder:
             places: list[list[int]] = [[] for _ in range(dims.dp)]
             for place, request in enumerate(requests):
                 places[request.replica].append(place)
-            part = self.ranks.local_part(cut(without_labels(prompts), places))
+            part = self.ranks.local_part(split_batch(without_labels(prompts), places))
         grid = self.ranks.grid
         own = [request for request in requests if request.replica == grid.dp.rank]
 

@@ -12,10 +12,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.distributed.host_copies import LateFigures
-from megatron_vlm.training.draft_loss import DraftTerm
+from megatron_vlm.distributed.host_copies import DeferredFigures
 from megatron_vlm.training.expert_routing import routing_means, take_counts
 from megatron_vlm.training.losses import LossFunction, Objective, Totals, totals
+from megatron_vlm.training.mtp_loss import MtpTerm
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 from megatron_vlm.training.router_losses import RouterTerms
 from megatron_vlm.training.row_scores import gather_targets, rows_by_place
@@ -36,7 +36,7 @@ class Gradients:
         self.some = False  # whether they include a supervised token of a global batch
         self.micro_batches = 0  # micro-batches of this replica that they include
         self.calls = 0  # calls that were ever completed
-        self.late: list[LateFigures] = []  # metrics of the calls that they include
+        self.deferred: list[DeferredFigures] = []  # metrics of the calls that they include
 
     @contextmanager
     def of_call(self, add: bool) -> Iterator[None]:
@@ -45,10 +45,10 @@ class Gradients:
         without it."""
         add = add and self.some
         earlier = [part.clone() for part in self._reduced_parts()] if add else []
-        earlier_micro_batches, earlier_late = self.micro_batches, self.late
+        earlier_micro_batches, earlier_deferred = self.micro_batches, self.deferred
         self.clear()
         if add:
-            self.micro_batches, self.late = earlier_micro_batches, earlier_late
+            self.micro_batches, self.deferred = earlier_micro_batches, earlier_deferred
         try:
             yield
         except BaseException:
@@ -76,7 +76,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Mark the gradients as spent or useless: the next call starts without them."""
-        self.some, self.micro_batches, self.late = False, 0, []
+        self.some, self.micro_batches, self.deferred = False, 0, []
 
     def _reduced_parts(self) -> list[Tensor]:
         """Return the parts of the buffers that are reduced over the replicas: all of them, or this
@@ -110,12 +110,12 @@ class StepMetrics:
     log_probs: list[Tensor] | None = None  # [S] for each row, as `forward` returns them
     # The means of the loss's reports are over the same tokens. Models with experts add
     # `expert_load`, see training/expert_routing.py, and the losses of model.router_balance_loss and
-    # router_z_loss without these coefficients. A head for drafts that is trained adds the figures
-    # of training/draft_loss.py.
+    # router_z_loss without these coefficients. An MTP head that is trained adds the figures
+    # of training/mtp_loss.py.
     means: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def late(
+    def deferred(
         num_tokens: int,
         log_probs: list[Tensor] | None,
         read: Callable[[], tuple[float, dict[str, float]]],
@@ -160,7 +160,7 @@ class Backward:
     step: ForwardStep
     objective: Objective
     call: LossCall
-    terms: Sequence[RouterTerms | DraftTerm] = ()  # losses of routers and of a head for drafts
+    terms: Sequence[RouterTerms | MtpTerm] = ()  # losses of routers and of an MTP head
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -193,7 +193,8 @@ class Backward:
             log_probs = rows_by_place(self.batches, by_row)
         counts = take_counts(stage.chunks, stage.sizes.text, stage.device)
         terms = {term.names: term.values() for term in self.terms}
-        self.gradients.late += [done.sums, *terms.values(), *([] if counts is None else [counts])]
+        routed = () if counts is None else (counts,)
+        self.gradients.deferred += [done.sums, *terms.values(), *routed]
 
         def read() -> tuple[float, dict[str, float]]:
             means = done.means
@@ -203,7 +204,7 @@ class Backward:
                 means |= routing_means(counts, stage.sizes.text)
             return done.loss, means
 
-        return StepMetrics.late(done.count, log_probs, read)
+        return StepMetrics.deferred(done.count, log_probs, read)
 
 
 def run_backward(request: Backward) -> StepMetrics:

@@ -204,8 +204,8 @@ class Feeder:
         rules = [
             f"{show_count(count, 'sample')} dropped: {rule}" for rule, count in dropped.items()
         ]
-        if self.data.cut:
-            rules.append(f"{show_count(self.data.cut, 'sample')} cut")
+        if self.data.truncated:
+            rules.append(f"{show_count(self.data.truncated, 'sample')} cut")
         if errors:
             rules.append(
                 f"{show_count(len(errors), 'wrong sample')} skipped, the first: {errors[0]}"

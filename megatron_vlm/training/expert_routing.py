@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.distributed.host_copies import LateFigures
+from megatron_vlm.distributed.host_copies import DeferredFigures
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import TextSizes
 from megatron_vlm.model.experts import expert_mlps
@@ -98,7 +98,7 @@ def routing_tables(
 
 def take_counts(
     chunks: Sequence[StageModel], text: TextSizes, device: torch.device
-) -> LateFigures | None:
+) -> DeferredFigures | None:
     """Return counts of the global batch, or None for a dense model: the tokens that each expert of
     each layer got [L, E], the tokens and layers with a given routing, and how many of these the
     router would have routed to other experts. The counts restart at 0. A collective."""
@@ -111,16 +111,16 @@ def take_counts(
         total[size:] += mlp.rerouted
     begin_count(chunks)
     dist.all_reduce(total)
-    return LateFigures(total)
+    return DeferredFigures(total)
 
 
-def load_of(counts: LateFigures, text: TextSizes) -> Tensor:
+def load_of(counts: DeferredFigures, text: TextSizes) -> Tensor:
     """Return the tokens of each expert of each layer with experts."""
     load_LE = torch.tensor(counts.values[:-2], dtype=torch.float64).view(text.num_layers, -1)
     return load_LE[list(text.expert_layers)]
 
 
-def routing_means(counts: LateFigures, text: TextSizes) -> dict[str, float]:
+def routing_means(counts: DeferredFigures, text: TextSizes) -> dict[str, float]:
     """Return the load of the busiest expert and, where a routing was given, the share of the tokens
     and layers for which the router would have chosen other experts."""
     means = {"expert_load": busiest_expert_ratio(load_of(counts, text))}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.batches.collate import cut_micro_batches
+from megatron_vlm.data.batches.collate import split_micro_batches
 from megatron_vlm.data.tokens.answer_masks import unpack_masks
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.row import Row, continue_row, place_row, prompt_parts, without_targets
@@ -310,5 +310,5 @@ def candidate_log_probs(
                 remedy="give at least one, such as the end of the turn",
             )
     rows = [continue_row(prompt, candidate) for candidate in candidates]
-    batches = cut_micro_batches(rows, batch_rows, stage.sizes.tokens)
+    batches = split_micro_batches(rows, batch_rows, stage.sizes.tokens)
     return [float(log_probs_S.double().sum()) for log_probs_S in score_rows(stage, batches, 1.0)]

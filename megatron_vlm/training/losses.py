@@ -16,7 +16,7 @@ token is multiplied by its weight, and the sum is divided by the sum of all weig
 
 A loss that compares whole rows has `rows` as its second parameter: a RowInputs. It returns the loss
 and the values to report of each example, and their sums are divided by the number of examples of
-the global batch. Losses over preferences are in preference_losses.py. If its first parameter is
+the global batch. Losses over preferences are in row_losses.py. If its first parameter is
 `embeddings_NH`, it receives the normalised hidden states in place of log-probs, and if that is
 `scores_N` the rewards of a scalar head. A loss with the
 parameters `student_NR` and `teacher_NR` reads the log-probs of whole distributions, as `distill`
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.distributed.host_copies import LateFigures
+from megatron_vlm.distributed.host_copies import DeferredFigures
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model import head
 from megatron_vlm.training import token_losses
@@ -268,7 +268,7 @@ class Totals:
     objective: Objective
     count: int  # supervised tokens
     weight: float  # the sum of the tokens' weights, or the number of examples if it reads rows
-    sums: LateFigures  # the summed loss, then the sum of each report
+    sums: DeferredFigures  # the summed loss, then the sum of each report
     divisor: float  # what divides the loss: the weight, unless the call has its own
 
     @property
@@ -301,7 +301,7 @@ def totals(
     grid.from_last_stage(total)
     weights = [b.num_examples if objective.reads_rows else b.weight for b in batches]
     count, weight = grid.sum_of_replicas(sum(b.num_supervised for b in batches), sum(weights))
-    return Totals(objective, int(count), weight, LateFigures(total), divisor or weight or 1.0)
+    return Totals(objective, int(count), weight, DeferredFigures(total), divisor or weight or 1.0)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -174,7 +174,7 @@ def _senders(
     return senders
 
 
-def cut_buckets(matrices: Sequence[Sequence[Matrix]], size: int) -> list[list[int]]:
+def split_buckets(matrices: Sequence[Sequence[Matrix]], size: int) -> list[list[int]]:
     """Return the numbers of the parameters in each bucket: at most `size` values, or one."""
     sizes = [sum(each.rows * each.columns for each in of_param) for of_param in matrices]
     buckets: list[list[int]] = []
@@ -350,7 +350,7 @@ def _param_matrices(
     entry: Entry, param: nn.Parameter, weight: optimizer_step.MainWeight | None, grid: RankGroups
 ) -> _ParamMatrices:
     assert all(map(is_of_matrices, entry.hf_tensors)), f"{entry.our_name} has matrices and others"
-    blocks = blocks_of(entry, *grid.along(entry.layout.cut))
+    blocks = blocks_of(entry, *grid.along(entry.layout.shard_group))
     experts = [block.row + number for block in blocks for number in range(block.rows)]
     matrices = tuple(each for tensor in entry.hf_tensors for each in matrices_of(tensor, experts))
     if weight is None:
@@ -369,7 +369,7 @@ def _make_buckets(
     told = all_gather_json(local, axis.group, device) if axis.size > 1 else [local]
     places = [[Place(*place) for place in of_rank] for of_rank in told]
     buckets = []
-    for numbers in cut_buckets([matrices for matrices, _ in held], size):
+    for numbers in split_buckets([matrices for matrices, _ in held], size):
         matrices = [matrix for number in numbers for matrix in held[number][0]]
         parts = tuple(part for number in numbers if (part := held[number][1]) is not None)
         exchange = MatrixExchange.plan(

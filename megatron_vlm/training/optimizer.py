@@ -1,5 +1,5 @@
-"""Building of the optimizer: data parallel wrapping, the one normalisation of the gradients, the
-optimizer. See optimizer_step.py."""
+"""Building of the optimizer. data_parallel.py reduces its gradients, and optimizer_step.py clips
+them and runs the step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -19,90 +18,22 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_vlm.config.optimizer_spec import STATE_NAMES, OptimizerSpec, optimizer_spec
 from megatron_vlm.config.schema import Config, OptimConfig
 from megatron_vlm.distributed.agreement import all_reduce_max
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.distributed.dims import overlaps, shards_optimizer
-from megatron_vlm.distributed.grid import GroupAxis, RankGroups
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.process import print_to_user
 from megatron_vlm.errors import error_line
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.weight_map import Entry
-from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training import optimizer_step
 from megatron_vlm.training.adamw import Kernel, RangedAdamW
-from megatron_vlm.training.comm_overlap import GradReduce
 from megatron_vlm.training.muon import use_muon
 from megatron_vlm.training.offload import MainsWithoutMemory, offload_optimizer
-
-
-def wrap_data_parallel(
-    cfg: Config, chunks: Sequence[StageModel], grid: RankGroups
-) -> list[DistributedDataParallel]:
-    """Wrap the chunks in Megatron's DDP, with fp32 gradient buffers."""
-    reduces_early, gathers_late = overlaps(cfg.parallel, grid.dp.size)
-    wrapped = [
-        DistributedDataParallel(
-            config=chunk.config,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=reduces_early,
-                overlap_param_gather=gathers_late,
-                use_distributed_optimizer=shards_optimizer(cfg.parallel, grid.dp.size),
-            ),
-            module=chunk,
-        )
-        for chunk in chunks
-    ]
-    # Megatron's schedules find these hooks on the model's config, which all chunks share.
-    config = chunks[0].config
-    reduces = [GradReduce(chunk) for chunk in wrapped if reduces_early]
-    config.finalize_model_grads_func = partial(finalize_grads, grid, reduces)
-    if reduces_early:
-        no_sync = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return wrapped
-
-
-def finalize_grads(
-    grid: RankGroups,
-    reduces: Sequence[GradReduce],
-    chunks: list[DistributedDataParallel],
-    num_tokens: Tensor | None = None,
-    **kwargs: object,
-) -> None:
-    """Run Megatron's reductions and the division by the global token count, then the tower's."""
-    for reduce in reduces:
-        reduce.begin_first()
-    megatron_finalize(chunks, **kwargs)
-    if num_tokens is not None:  # Megatron would divide by it, too, but wait to see that it is not 0
-        grid.from_last_stage(num_tokens)
-        dist.all_reduce(num_tokens, group=grid.dp.group)
-        for chunk in chunks:
-            chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
-    for reduce in reduces:
-        reduce.end()
-    sum_shared_images(chunks[0].module, grid.tp)
-
-
-def sum_shared_images(model: StageModel, tp: GroupAxis) -> None:
-    """Sum the tower's gradients over TP, where each TP rank encoded only its own images."""
-    if not (model.pre_process and model.share_images) or tp.size == 1:
-        return
-    works = [
-        dist.all_reduce(
-            param.main_grad,  # type: ignore[attr-defined]
-            group=tp.group,
-            async_op=True,
-        )
-        for param in model.vision_model.parameters()
-        if param.requires_grad
-    ]
-    for work in works:
-        work.wait()
 
 
 def build_optimizer(

@@ -18,11 +18,11 @@ from torch import Tensor
 from megatron_vlm.config.optimizer_spec import ADAM_SETTINGS, OptimizerSpec, optimizer_spec
 from megatron_vlm.config.schema import OptimConfig
 from megatron_vlm.distributed.grid import RankGroups
-from megatron_vlm.distributed.host_copies import LateFigures, read_together
+from megatron_vlm.distributed.host_copies import DeferredFigures, read_together
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.megatron_versions import grads_for_norm
 from megatron_vlm.training.adamw import Kernel, RangedAdamW, Scaling
-from megatron_vlm.training.comm_overlap import WeightGather
+from megatron_vlm.training.data_parallel import WeightGather
 
 
 @dataclass(frozen=True)
@@ -243,19 +243,19 @@ def apply_gradients(
     grid: RankGroups,
     device: torch.device,
     limit: float,
-    late: Sequence[LateFigures],
+    deferred: Sequence[DeferredFigures],
     drafts: Collection[torch.nn.Parameter] = (),
 ) -> float:
     """Clip the gradients to a norm of at most `limit`, unless that is 0, and apply them. Return
-    their norm before clipping, and read the `late` figures with it. Apply nothing if it is not
+    their norm before clipping, and read the `deferred` figures with it. Apply nothing if it is not
     finite: Megatron checks that only with a loss scaler. The weights of a head for `drafts` have a
     norm of their own, which is returned where nothing else learns or it is not finite."""
     optimizer.prepare_grads()
     of_drafts = _main_grads(optimizer, drafts)
-    squared = LateFigures(squared_norm(optimizer, grid, device, of_drafts))
+    squared = DeferredFigures(squared_norm(optimizer, grid, device, of_drafts))
 
     def read_norm() -> float:
-        read_together([squared, *late])
+        read_together([squared, *deferred])
         norm, own_norm = (value**0.5 for value in squared.values)
         return norm if norm and math.isfinite(own_norm) else own_norm
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.device import to_device
-from megatron_vlm.distributed.host_copies import LateFigures
+from megatron_vlm.distributed.host_copies import DeferredFigures
 from megatron_vlm.model.head import Targets
 from megatron_vlm.model.router import RouterLosses
 from megatron_vlm.training.expert_routing import begin_count, load_of, take_counts
@@ -72,11 +72,11 @@ class RouterTerms:
             balance_E,
         )
 
-    def values(self) -> LateFigures:
+    def values(self) -> DeferredFigures:
         """Return each global loss without its coefficient, after a backward. A collective."""
         values = torch.stack([self.sums[name] for name in self.coefficients])
         dist.all_reduce(values)
-        return LateFigures(values)
+        return DeferredFigures(values)
 
 
 def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) -> Tensor:

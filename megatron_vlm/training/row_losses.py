@@ -250,7 +250,7 @@ def info_nce(embeddings_RH: Tensor, rows: RetrievalRows, cfg: EmbedConfig) -> tu
     leaf_RH = embeddings_RH.detach().double().requires_grad_()
     sizes = cfg.dimensions or (leaf_RH.shape[1],)
     weights = cfg.dimension_weights or (1.0,) * len(sizes)
-    slopes_RH, sums = torch.zeros_like(leaf_RH), leaf_RH.new_zeros(2 + len(FIGURES))
+    grads_RH, sums = torch.zeros_like(leaf_RH), leaf_RH.new_zeros(2 + len(FIGURES))
     sums[0] = len(rows.query_A)
     for size, weight in zip(sizes, weights, strict=True):
         for start in range(0, len(rows.query_A), _QUERIES_AT_ONCE):
@@ -260,11 +260,11 @@ def info_nce(embeddings_RH: Tensor, rows: RetrievalRows, cfg: EmbedConfig) -> tu
             positive_A = rows.positive_A[part]
             loss_A = F.cross_entropy(cosine_AD / cfg.temperature, positive_A, reduction="none")
             loss = weight * loss_A.sum()
-            slopes_RH += torch.autograd.grad(loss, [leaf_RH])[0]
+            grads_RH += torch.autograd.grad(loss, [leaf_RH])[0]
             sums[1] += loss.detach()
             if size == max(sizes):
                 sums[2:] += _figures(cosine_AD.detach(), positive_A)
-    return slopes_RH, sums
+    return grads_RH, sums
 
 
 def _figures(cosine_AD: Tensor, positive_A: Tensor) -> Tensor:

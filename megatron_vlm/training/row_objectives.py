@@ -3,6 +3,8 @@ embeddings and rerankers.
 
 Most losses compare the answers of one example. The loss of an embedding depends on all documents of
 the global batch, and some losses sort all of its answers: they take the two passes of GlobalRows.
+Between these, rows carry the derivatives of the loss: `embedding_grads` by the embedding of each
+row, and `log_prob_grads` by the log-prob of each answer, to which the other losses are added.
 KTO estimates a divergence in a pass of its own.
 
 Shapes: E examples, R rows of a micro-batch, N supervised tokens, T rows of the global batch, H
@@ -24,20 +26,11 @@ from megatron_vlm.data.batches.loader import StepBatch
 from megatron_vlm.data.batches.micro_batch import REJECTED, ROW_REFERENCE, MicroBatch
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.model.head import embedding_head
+from megatron_vlm.training import row_losses
+from megatron_vlm.training.global_rows import GlobalRows
 from megatron_vlm.training.losses import LossFunction
 from megatron_vlm.training.reference import ReferenceModel, row_log_probs
-from megatron_vlm.training.row_losses import (
-    FIGURES,
-    GLOBAL_LOSSES,
-    LABEL_LOSSES,
-    PAIR_LOSSES,
-    Pairs,
-    RetrievalRows,
-    info_nce,
-    listwise,
-    pointwise,
-)
-from megatron_vlm.training.row_scores import GlobalRows, score_targets, values_by_place
+from megatron_vlm.training.row_scores import score_targets, values_by_place
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
@@ -93,7 +86,7 @@ class PreferenceObjective:
         chosen_tokens = self._mean_chosen_tokens(batches) if has_token_mean else 0.0
         kl = self._divergence(mismatched) if needs_mismatched(self.cfg) else 0.0
         if _global_losses(self.cfg):
-            batches = self._with_surrogates(batches)
+            batches = self._with_log_prob_grads(batches)
         return batches, chosen_tokens, kl
 
     def _mean_chosen_tokens(self, batches: Sequence[MicroBatch]) -> float:
@@ -121,7 +114,7 @@ class PreferenceObjective:
         total, count = (sum(part) for part in zip(*parts, strict=True))
         return max(total / max(count, 1), 0.0)
 
-    def _with_surrogates(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _with_log_prob_grads(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the batches with the derivative of the losses over the global batch by the
         log-prob of each answer."""
         values = []
@@ -130,25 +123,25 @@ class PreferenceObjective:
             values.append(torch.stack([sums_R, of_reference], dim=1))
         device = self.worker.platform.device
         rows = GlobalRows.gather(values, batches, self.worker.grid.dp.group, device)
-        table_T2 = surrogates(self.cfg, *rows.values_TH.cpu().unbind(1))
-        return rows.dealt("surrogate", table_T2, batches)
+        table_T2 = log_prob_grads(self.cfg, *rows.values_TH.cpu().unbind(1))
+        return rows.scatter("log_prob_grads", table_T2, batches)
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the values of all replicas in order."""
         return all_gather_json(value, self.worker.grid.dp.group, self.worker.platform.device)
 
 
-def surrogates(cfg: Config, sums_R: Tensor, reference_R: Tensor) -> Tensor:
+def log_prob_grads(cfg: Config, sums_R: Tensor, reference_R: Tensor) -> Tensor:
     """Return, for the log-probs of all answers of a global batch, the derivative of the losses over
     it by each of them, and each answer's share of these losses: [R, 2] in float64."""
     leaf_R = sums_R.clone().requires_grad_()
-    pairs = Pairs.from_sums(leaf_R, reference_R, torch.ones_like(leaf_R))
+    pairs = row_losses.Pairs.from_sums(leaf_R, reference_R, torch.ones_like(leaf_R))
     total = torch.zeros((), dtype=torch.float64)
     for name, weight in _global_losses(cfg).items():
-        total = total + weight * GLOBAL_LOSSES[name](pairs, cfg.preference).sum()
-    [slope_R] = torch.autograd.grad(total, [leaf_R])
+        total = total + weight * row_losses.GLOBAL_LOSSES[name](pairs, cfg.preference).sum()
+    [grad_R] = torch.autograd.grad(total, [leaf_R])
     share = total.detach() / max(len(leaf_R), 1)
-    return torch.stack([slope_R, share.expand_as(slope_R)], dim=1)
+    return torch.stack([grad_R, share.expand_as(grad_R)], dim=1)
 
 
 def loss_function(cfg: Config, chosen_tokens: float, kl: float) -> LossFunction:
@@ -160,26 +153,26 @@ def loss_function(cfg: Config, chosen_tokens: float, kl: float) -> LossFunction:
 
 def _pair_loss(cfg: Config, chosen_tokens: float) -> LossFunction:
     p, sft = cfg.preference, _sft_coef(cfg)
-    losses = {name: w for name, w in losses_of(cfg).items() if name in PAIR_LOSSES}
+    losses = {name: w for name, w in losses_of(cfg).items() if name in row_losses.PAIR_LOSSES}
     is_mean = cfg.train.objective in ("orpo", "simpo")
 
     def pair_loss(log_probs_N: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        pairs = Pairs.from_rows(log_probs_N, rows)
+        pairs = row_losses.Pairs.from_rows(log_probs_N, rows)
         loss_E = torch.zeros_like(pairs.chosen_E)
         for name, weight in losses.items():
-            loss_E = loss_E + weight * PAIR_LOSSES[name](pairs, p)
+            loss_E = loss_E + weight * row_losses.PAIR_LOSSES[name](pairs, p)
         if sft:
             loss_E = loss_E - sft * pairs.chosen_E / chosen_tokens
-        if (surrogate_R2 := rows.values.get("surrogate")) is not None:
-            slope_E2, share_E2 = surrogate_R2.view(-1, 2, 2).unbind(2)
+        if (grads_R2 := rows.values.get("log_prob_grads")) is not None:
+            grad_E2, share_E2 = grads_R2.view(-1, 2, 2).unbind(2)
             sums_E2 = torch.stack([pairs.chosen_E, pairs.rejected_E], dim=1)
-            loss_E = loss_E + (share_E2 + slope_E2 * (sums_E2 - sums_E2.detach())).sum(1)
+            loss_E = loss_E + (share_E2 + grad_E2 * (sums_E2 - sums_E2.detach())).sum(1)
         return loss_E, _pair_figures(pairs, p, is_mean)
 
     return pair_loss
 
 
-def _pair_figures(pairs: Pairs, p: PreferenceConfig, is_mean: bool) -> dict[str, Tensor]:
+def _pair_figures(pairs: row_losses.Pairs, p: PreferenceConfig, is_mean: bool) -> dict[str, Tensor]:
     """Return the figures of each pair, as TRL defines them: of means over tokens with losses that
     compare such means."""
     chosen, rejected = pairs.chosen_ratio.detach(), pairs.rejected_ratio.detach()
@@ -205,7 +198,7 @@ def _label_loss(cfg: Config, kl: float) -> LossFunction:
         ratio_R = sums_R if reference_R is None else sums_R - reference_R
         loss_R = torch.zeros_like(sums_R)
         for name, weight in losses.items():
-            loss_of = LABEL_LOSSES[name]
+            loss_of = row_losses.LABEL_LOSSES[name]
             loss_R = loss_R + weight * loss_of(ratio_R, rows.is_rejected_R, p, kl)
         is_chosen_R = (~rows.is_rejected_R).double()
         rewards_R, logps_R = p.beta * ratio_R.detach(), sums_R.detach()
@@ -239,7 +232,8 @@ def finished_figures(means: Figures, cfg: Config) -> Figures:
 
 
 def _global_losses(cfg: Config) -> dict[str, float]:
-    return {name: weight for name, weight in losses_of(cfg).items() if name in GLOBAL_LOSSES}
+    names = row_losses.GLOBAL_LOSSES
+    return {name: weight for name, weight in losses_of(cfg).items() if name in names}
 
 
 def _sft_coef(cfg: Config) -> float:
@@ -257,11 +251,12 @@ class EmbeddingObjective:
     def forward_backward(self, batch: StepBatch) -> StepMetrics:
         """Compute the gradients of the mean loss over the queries of a global batch."""
         batches = batch.micro_batches
-        (queries, total, *sums), slopes_TH, gathered = self._loss(batches)
-        if slopes_TH is not None and gathered is not None:
-            batches = gathered.dealt("slopes", slopes_TH.float(), batches)
-        metrics = self.worker.forward_backward(batches, loss=surrogate)
-        means = {name: value / queries for name, value in zip(FIGURES, sums, strict=True)}
+        (queries, total, *sums), grads_TH, gathered = self._loss(batches)
+        if grads_TH is not None and gathered is not None:
+            batches = gathered.scatter("embedding_grads", grads_TH.float(), batches)
+        metrics = self.worker.forward_backward(batches, loss=embedding_grad_loss)
+        figures = zip(row_losses.FIGURES, sums, strict=True)
+        means = {name: value / queries for name, value in figures}
         return replace(metrics, loss=total / queries, means=metrics.means | means)
 
     def loss_sums(
@@ -270,32 +265,32 @@ class EmbeddingObjective:
         """Return the queries of a global batch, the sums of their losses and figures, and on last
         stages the embeddings."""
         sums, _, gathered = self._loss(batches)
-        return dict(zip(("queries", "loss", *FIGURES), sums, strict=True)), gathered
+        return dict(zip(("queries", "loss", *row_losses.FIGURES), sums, strict=True)), gathered
 
     def _loss(
         self, batches: Sequence[MicroBatch]
     ) -> tuple[list[float], Tensor | None, GlobalRows | None]:
         """Return the queries, their summed loss and figures on every rank, and on last stages the
         derivative of the loss by each embedding, and the embeddings."""
-        slopes_TH, gathered, stage = None, None, self.worker.stage
-        sums = torch.zeros(2 + len(FIGURES), dtype=torch.float64, device=stage.device)
+        grads_TH, gathered, stage = None, None, self.worker.stage
+        sums = torch.zeros(2 + len(row_losses.FIGURES), dtype=torch.float64, device=stage.device)
         outputs = stage.evaluate(batches, embedding_head)
         if stage.grid.is_last_stage:
             embeddings = [each.embeddings_NH for each in outputs]
             gathered = GlobalRows.gather(embeddings, batches, stage.grid.dp.group, stage.device)
-            examples = torch.tensor([each for each, _ in gathered.places], dtype=torch.long)
-            rows = RetrievalRows.from_examples(examples.to(gathered.values_TH.device))
-            slopes_TH, sums = info_nce(gathered.values_TH, rows, self.cfg.embed)
+            rows = row_losses.RetrievalRows.from_examples(gathered.example_T)
+            grads_TH, sums = row_losses.info_nce(gathered.values_TH, rows, self.cfg.embed)
         stage.grid.from_last_stage(sums)
         queries, *others = sums.tolist()
-        return [max(queries, 1.0), *others], slopes_TH, gathered
+        return [max(queries, 1.0), *others], grads_TH, gathered
 
 
-def surrogate(embeddings_NH: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return for each example a loss of which only the derivative by each embedding counts."""
-    if "slopes" not in rows.values:
+def embedding_grad_loss(embeddings_NH: Tensor, rows: RowInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return for each example a loss whose derivatives are the `embedding_grads` of its rows, and
+    whose value means nothing."""
+    if "embedding_grads" not in rows.values:
         return embeddings_NH.new_zeros(0), {}
-    return (embeddings_NH * rows.values["slopes"]).sum(1), {}
+    return (embeddings_NH * rows.values["embedding_grads"]).sum(1), {}
 
 
 class RerankObjective:
@@ -356,9 +351,9 @@ def rerank_loss(cfg: RerankConfig) -> LossFunction:
         yes_R, no_R = log_probs_N.double().view(-1, 2).unbind(1)
         logits_R, is_negative_R = yes_R - no_R, rows.is_rejected_R
         if cfg.loss == "listwise":
-            loss_R = listwise(logits_R, is_negative_R, rows.example_R)
+            loss_R = row_losses.listwise(logits_R, is_negative_R, rows.example_R)
         else:
-            loss_R = pointwise(logits_R, is_negative_R)
+            loss_R = row_losses.pointwise(logits_R, is_negative_R)
         is_right_R = (logits_R.detach() > 0) != is_negative_R
         return loss_R, {"accuracy": is_right_R.double()}
 

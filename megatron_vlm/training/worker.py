@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported, export_of
-from megatron_vlm.data.batches.collate import cut_micro_batches
+from megatron_vlm.data.batches.collate import split_micro_batches
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch, rows_of
@@ -31,10 +31,11 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import Part
 from megatron_vlm.hf.checkpoint_files import weights_digest
-from megatron_vlm.hf.export_folder import ExportMark
-from megatron_vlm.hf.export_weights import export_hf, stored_tensors
+from megatron_vlm.hf.export_mark import ExportMark
+from megatron_vlm.hf.gather_weights import stored_tensors
 from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.hf.weight_map import Entry
+from megatron_vlm.hf.write_export import export_hf
 from megatron_vlm.lora.export_adapter import export_adapter
 from megatron_vlm.lora.layers import dropout_rng
 from megatron_vlm.model.stage_model import StageModel
@@ -42,13 +43,13 @@ from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training import optimizer_step, row_scores
 from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMetrics, run_backward
-from megatron_vlm.training.comm_overlap import WeightGather
-from megatron_vlm.training.draft_loss import DraftTerm
+from megatron_vlm.training.data_parallel import WeightGather, wrap_data_parallel
 from megatron_vlm.training.expert_routing import check_routing
 from megatron_vlm.training.generate import ROWS, sample
 from megatron_vlm.training.generation_batch import Texts
 from megatron_vlm.training.losses import LossFunction, Objective, check_divisor, loss_of
-from megatron_vlm.training.optimizer import build_optimizer, wrap_data_parallel
+from megatron_vlm.training.mtp_loss import MtpTerm
+from megatron_vlm.training.optimizer import build_optimizer
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.rank_model import RankModel, load_model
 from megatron_vlm.training.router_losses import RouterTerms
@@ -211,11 +212,11 @@ class MegatronWorker:
         objective.check_batches(batches)
         self.stage.batch_sizes = [BatchSizes.from_micro_batch(each) for each in batches]
         step, model = partial(self._loss_step, objective), self.cfg.model
-        terms: list[RouterTerms | DraftTerm] = []
+        terms: list[RouterTerms | MtpTerm] = []
         if model.router_balance_loss or model.router_z_loss:
             terms.append(RouterTerms(model, self.stage, batches, call.divisor))
         if model.mtp == "train":
-            terms.append(DraftTerm(self.stage, batches, call.divisor))
+            terms.append(MtpTerm(self.stage, batches, call.divisor))
         return Backward(self.stage, self.gradients, batches, step, objective, call, terms)
 
     def optim_step(
@@ -237,8 +238,8 @@ class MegatronWorker:
         optimizer_step.set_adam(self.optimizer, adam)
         of = self.optimizer, self.gather, self.grid, self.platform.device
         drafts = {param for entry, param in self.held.items() if entry.part is Part.drafts}
-        limit, late = adam.clip_grad, self.gradients.late
-        norm = optimizer_step.apply_gradients(*of, limit, late, drafts)
+        limit, deferred = adam.clip_grad, self.gradients.deferred
+        norm = optimizer_step.apply_gradients(*of, limit, deferred, drafts)
         self.gradients.forget()
         self.steps += math.isfinite(norm)
         return norm, self.lr
@@ -287,7 +288,7 @@ class MegatronWorker:
         else:
             rows: Sequence[Row] = batch  # type: ignore[assignment]
             size, tokens = self.cfg.train.micro_batch_size, self.source.sizes.tokens
-            batches = cut_micro_batches(rows, size, tokens, value_names, first_row)
+            batches = split_micro_batches(rows, size, tokens, value_names, first_row)
         if any("routing" in each.columns for each in batches):
             check_routing(batches, self.source.sizes.text)
         return batches

@@ -26,7 +26,7 @@ from megatron_vlm.commands.bench.run_benchmarks import (
     write_benchmark,
 )
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.hf.export_folder import ExportMark, add_to_card, changed_file, finish_mark
+from megatron_vlm.hf.export_mark import ExportMark, add_to_card, changed_file, finish_mark
 from megatron_vlm.report.bench_table import BenchLine, bench_markdown, bench_section
 from tests.support.docs_commands import run_in_docs
 from tests.support.error_fields import raises

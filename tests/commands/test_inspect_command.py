@@ -115,7 +115,7 @@ def test_keys_that_are_passed_over_are_shown(look, folder):
     for words in (facts.text, printed(inspection), "".join(facts.page().words)):
         assert "the model does not see these keys of records" in words and "'score' (2);" in words
     _, quiet = look("data.unknown_keys=ignore", train=folder / "more.jsonl")
-    assert quiet.passed == ""
+    assert quiet.unused_keys == ""
 
 
 @pytest.fixture(scope="module")

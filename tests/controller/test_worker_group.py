@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_vlm.controller import WorkerError, WorkerGroup, local_group
-from megatron_vlm.controller.worker_group import cut, filled_rows, without_labels
+from megatron_vlm.controller.worker_group import filled_rows, split_batch, without_labels
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch, batch_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
@@ -149,7 +149,7 @@ def test_results_do_not_depend_on_the_layout(name, alone, pool, tiny, tmp_path, 
 
 
 def test_parts_are_filled_up_with_rows_of_no_loss():
-    parts = cut(filled_rows(ODD, 3), 3)
+    parts = split_batch(filled_rows(ODD, 3), 3)
     assert [len(part.batch) for part in parts] == [2, 2, 2]
     assert [part.first_row for part in parts] == [0, 2, 4]
     filler = parts[2].batch[1]
@@ -163,22 +163,22 @@ def test_parts_are_filled_up_with_rows_of_no_loss():
             "rewards": torch.ones(3),
         }
     )
-    last = cut(filled_rows(dense, 2, ("advantages",)), 2)[1].batch
+    last = split_batch(filled_rows(dense, 2, ("advantages",)), 2)[1].batch
     assert set(last.keys()) == {"ids", "response_mask", "advantages"}  # what the call reads
     assert last[1]["response_mask"].tolist() == [False]
-    assert [len(part.batch) for part in cut(filled_rows(dense, 3), 3)] == [1, 1, 1]
+    assert [len(part.batch) for part in split_batch(filled_rows(dense, 3), 3)] == [1, 1, 1]
     with raises(DataError, place="the batch", problem="there are no rows"):
         filled_rows([], 2)
 
 
 def test_parts_have_patches_without_values():
     whole = batch_of(ODD)
-    first = cut(filled_rows(ODD, 2), 2)[0]
+    first = split_batch(filled_rows(ODD, 2), 2)[0]
     assert first.batch["pixel_values"].shapes == ((24, 0), (28, 0), (0, 0))
     assert first.all_fields()["pixel_values"] == whole["pixel_values"][:3]
     bare = TensorBatch.from_bytes(first.batch.to_bytes())
     assert bare["pixel_values"].shapes[0] == (24, 0)
-    prompts = cut(without_labels(whole.without("labels")), 4)
+    prompts = split_batch(without_labels(whole.without("labels")), 4)
     assert [len(part.batch) for part in prompts] == [2, 1, 1, 1]
 
 

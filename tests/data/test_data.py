@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from megatron_vlm.data.batches.collate import cut_micro_batches
+from megatron_vlm.data.batches.collate import split_micro_batches
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.data.tokens.visuals import check_placeholders
@@ -22,7 +22,7 @@ TOKENS = Tokens(512, IDS.image, IDS.video, 2, mrope_positions)
 
 
 def collate_rows(rows: list[Row]) -> MicroBatch:
-    return cut_micro_batches(rows, len(rows), TOKENS)[0]
+    return split_micro_batches(rows, len(rows), TOKENS)[0]
 
 
 def test_positions_equal_hugging_face(tiny):
@@ -65,7 +65,7 @@ def test_collate_pads_right_and_shifts():
 
 
 def test_micro_batches_keep_order_and_length():
-    parts = cut_micro_batches(make_rows(MIXED), 3, TOKENS)
+    parts = split_micro_batches(make_rows(MIXED), 3, TOKENS)
     assert [len(part.lengths) for part in parts] == [3, 3, 2]
     assert [part.ids_BS.shape[1] for part in parts] == [max(part.lengths) for part in parts]
     assert len({part.ids_BS.shape[1] for part in parts}) > 1  # no common length
@@ -119,7 +119,7 @@ def test_mismatch_names_the_row(name):
     row, message = broken_rows()[name]
     good = image_row()
     with pytest.raises(DataError, match=rf"row 2: .*{message}"):
-        cut_micro_batches([good, good, row], 2, TOKENS)
+        split_micro_batches([good, good, row], 2, TOKENS)
 
 
 def test_counts_that_agree_only_in_total_are_found():
@@ -135,4 +135,4 @@ def test_counts_that_agree_only_in_total_are_found():
 
 def test_empty_batch():
     with pytest.raises(DataError, match="at least one row"):
-        cut_micro_batches([], 2, TOKENS)
+        split_micro_batches([], 2, TOKENS)

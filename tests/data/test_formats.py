@@ -179,9 +179,9 @@ ONLY_ASKING = {
 def test_a_prompt_for_a_reward_needs_no_answer(name):
     """All keys that are not of the prompt are for the reward, but a slip of a key is none."""
     raw = {**ONLY_ASKING[name], "image": "a.png"}
-    passed = Counter()
-    record = parse_record(raw, "x:1", passed=passed, prompts_only=True)
-    assert record == Conversation("x:1", ASKED[:1]) and not passed
+    unused_keys = Counter()
+    record = parse_record(raw, "x:1", unused_keys=unused_keys, prompts_only=True)
+    assert record == Conversation("x:1", ASKED[:1]) and not unused_keys
     with raises(UnknownKeysError, place="x:1", problem_has="'imagse'"):
         parse_record({**raw, "imagse": ["b.png"]}, "x:1", prompts_only=True)
     with pytest.raises(DataError):
@@ -299,9 +299,9 @@ def test_names_that_change_nothing():
     asked = {"role": "user", "name": "Ann", "content": [picture, "What is it?"]}
     raw = {"messages": [asked, {"role": "assistant", "content": "A cat."}], "channel": "vision"}
     raw |= {"metadata": {"a": "b"}, "parallel_tool_calls": True, "width": 640, "height": 480}
-    passed = Counter()
-    assert parse_record(raw, "x:1", strict=True, passed=passed) == Conversation("x:1", ASKED)
-    assert not passed
+    unused_keys = Counter()
+    record = parse_record(raw, "x:1", strict=True, unused_keys=unused_keys)
+    assert record == Conversation("x:1", ASKED) and not unused_keys
 
 
 def test_the_index_of_a_picture_is_its_place():
@@ -683,9 +683,9 @@ PASSED |= {"url": "https://a.b/c", "my score, new": 1, "task": "vqa", "pages": 2
 
 def test_other_keys_of_a_record_are_passed_over_and_counted():
     for raw in ({"messages": DIALOGUE, **PASSED}, {"messages": DIALOGUE, "score": 2, "x": None}):
-        passed = Counter()
-        assert parse_record(raw, "x:1", passed=passed) == parse_record(user("a"), "x:1")
-        assert passed == dict.fromkeys(raw.keys() & PASSED.keys(), 1)
+        unused_keys = Counter()
+        assert parse_record(raw, "x:1", unused_keys=unused_keys) == parse_record(user("a"), "x:1")
+        assert unused_keys == dict.fromkeys(raw.keys() & PASSED.keys(), 1)
         with raises(UnknownKeysError, place="x:1") as caught:
             parse_record(raw, "x:1", strict=True)
         assert "score" in caught.value.keys

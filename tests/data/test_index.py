@@ -252,15 +252,15 @@ def test_what_is_cut_is_counted_and_a_prompt_is_left_out(tiny, tmp_path, small_c
     for _ in range(2):
         data = open_set(str(path), tiny(), tmp_path / "cache", **options)
         remarks = Remarks.from_data(data, "data.train", data_config(None, **options))
-        assert (remarks.dropped, remarks.cut, len(data.order)) == (1, 2, 3)
+        assert (remarks.dropped, remarks.truncated, len(data.order)) == (1, 2, 3)
         assert any("2 of 4 records cut to the limits; " in line for line in remarks.lines)
         asks = open_set(str(path), tiny(), tmp_path / "cache", kind="prompt", **options)
         assert dict(asks.faults()[0]) == {"above data.max_tokens or data.max_images": 1}
-        assert (asks.cut, len(asks.order)) == (0, 3)
+        assert (asks.truncated, len(asks.order)) == (0, 3)
     pairs = [{"messages": chats[0], "rejected": [say("assistant", long)]}]
     pairs.append({"messages": chats[1], "rejected": [say("assistant", "b " * 200)]})
     path.write_text("\n".join(map(json.dumps, pairs)))
-    assert open_set(str(path), tiny(), None, kind="pair", **options).cut == len(pairs)
+    assert open_set(str(path), tiny(), None, kind="pair", **options).truncated == len(pairs)
 
 
 def test_a_mended_record_is_found(tiny, tmp_path, small_chunks):

@@ -20,7 +20,7 @@ from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.tokens.chat_renderer import ChatRenderer
 from megatron_vlm.data.tokens.reader import make_encoder
-from megatron_vlm.data.tokens.sample import RecordDropped, Sample, Span, cut_sample
+from megatron_vlm.data.tokens.sample import RecordDropped, Sample, Span, truncate
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.qwen.images import ImageSettings
 from tests.data.test_chat_template import reader  # noqa: F401 - a fixture
@@ -61,7 +61,7 @@ def build(pieces, trained_seed):
 @given(PIECES, st.integers(1, 80), st.one_of(st.none(), st.integers(1, 6)), st.integers(0, 9))
 def test_a_cut_is_the_longest_that_is_safe(pieces, max_tokens, max_images, seed):
     sample, spans = build(pieces, seed)
-    cut = cut_sample(sample, spans, max_tokens, max_images)
+    cut = truncate(sample, spans, max_tokens, max_images)
     end = len(cut.ids_S)
     # The cut is a beginning of the sample, with its own trained tokens.
     assert cut.ids_S.tolist() == sample.ids_S[:end].tolist()

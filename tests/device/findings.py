@@ -41,7 +41,7 @@ _PHASES = {
     ("pipeline_parallel/schedules.py", "forward_step"): Phase.forward,
     ("pipeline_parallel/schedules.py", "backward_step"): Phase.backward,
     ("pipeline_parallel/p2p_communication.py", "_communicate"): Phase.exchange,
-    ("training/optimizer.py", "finalize_grads"): Phase.step,
+    ("training/data_parallel.py", "finalize_grads"): Phase.step,
     ("megatron_vlm/training/worker.py", "optim_step"): Phase.optimizer,
     ("megatron_vlm/training/worker.py", "forward_backward"): Phase.step,
     ("training/data_feed.py", "share_batch"): Phase.sharing,

@@ -13,9 +13,9 @@ from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.expert_layouts import ExpertStorage
-from megatron_vlm.hf.export_weights import write_folder
 from megatron_vlm.hf.fp8_folder import quantize, to_fp8
 from megatron_vlm.hf.weight_map import exported_names, name_table
+from megatron_vlm.hf.write_export import write_folder
 from tests.support.error_fields import raises
 from tests.support.moe import opened, stored_as
 

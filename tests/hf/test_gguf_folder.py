@@ -19,8 +19,8 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.hf import gguf_folder
 from megatron_vlm.hf.expert_layouts import ExpertStorage
-from megatron_vlm.hf.export_weights import write_folder
 from megatron_vlm.hf.weight_map import exported_names, name_table
+from megatron_vlm.hf.write_export import write_folder
 from tests.support.error_fields import raises
 from tests.support.moe import opened, stored_as
 

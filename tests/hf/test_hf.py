@@ -27,9 +27,9 @@ from megatron_vlm.errors import CheckpointError, ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.checkpoint_files import SETTINGS, copy_files
 from megatron_vlm.hf.expert_layouts import ReadSlice, slices_of
-from megatron_vlm.hf.export_weights import export_hf
 from megatron_vlm.hf.hf_checkpoint import INDEX, WEIGHTS_FILE, HFCheckpoint
 from megatron_vlm.hf.weight_map import head_groups, rows, vocab_rows
+from megatron_vlm.hf.write_export import export_hf
 from megatron_vlm.io.atomic import MARK
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout

@@ -18,8 +18,8 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import families
 from megatron_vlm.hf.checkpoint_files import weights_digest
 from megatron_vlm.hf.expert_layouts import ExpertStorage
-from megatron_vlm.hf.export_weights import export_hf
 from megatron_vlm.hf.model_card import model_card
+from megatron_vlm.hf.write_export import export_hf
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout
 from tests.support.batches import ALL_TEXT, make_rows

@@ -25,8 +25,8 @@ from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.hf.export_folder import check_push, push
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.hub_upload import check_push, push
 from megatron_vlm.io.atomic import write_mark
 from megatron_vlm.io.hub import HubName, folder_of, hub_name, pin
 from megatron_vlm.run.run_folder import saved_config, with_commit, with_model

@@ -19,13 +19,13 @@ from torch import Tensor
 from megatron_vlm.cli import main
 from megatron_vlm.commands.eval import locate
 from megatron_vlm.config import load_config
-from megatron_vlm.config.base_types import base_bytes
 from megatron_vlm.config.command_checks import check_serve
+from megatron_vlm.config.lora_base_types import base_bytes
 from megatron_vlm.engines.engine_kinds import check_engine
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.block_weight import NF4_VALUES, BlockCodes, BlockWeight, rounded
-from megatron_vlm.hf.export_folder import read_export_mark
+from megatron_vlm.hf.export_mark import read_export_mark
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.lora.peft_folder import lora_of
 from megatron_vlm.planner.layout import ModelLayout

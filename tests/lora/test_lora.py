@@ -16,7 +16,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.family.spec import Part, TensorSpec
-from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.hf.gather_weights import gather_tensors
 from megatron_vlm.hf.weight_map import Origin
 from megatron_vlm.lora import targets
 from megatron_vlm.lora.layers import Adapters, ExpertAdapters, dropout_rng

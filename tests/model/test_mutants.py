@@ -18,7 +18,7 @@ from megatron_vlm.model.carry import Carry
 from megatron_vlm.model.decoder_layer import PassContext
 from megatron_vlm.model.experts import SharedExpert
 from megatron_vlm.model.rope import InterleavedMRoPE
-from megatron_vlm.training import optimizer, worker
+from megatron_vlm.training import data_parallel, worker
 from tests.model.test_parity import TOLERANCE, errors, full, layout
 from tests.support.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.support.reference import reference_of, rule_by_token
@@ -191,7 +191,7 @@ MUTANTS: dict[str, tuple[Mutant, Case, dict[str, Any]]] = {
     ),
     # Each rank's tower learns from its own images only.
     "no sum over TP": (
-        replaced(optimizer, "sum_shared_images", lambda _: lambda model, tp: None),
+        replaced(data_parallel, "all_reduce_tower_grads", lambda _: lambda model, tp: None),
         layout(tp=2),
         {},
     ),

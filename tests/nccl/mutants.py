@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.training import optimizer, optimizer_step
-from megatron_vlm.training.comm_overlap import GradReduce, WeightGather
+from megatron_vlm.training import data_parallel, optimizer_step
+from megatron_vlm.training.data_parallel import GradReduce, WeightGather
 from megatron_vlm.training.pipeline import KnownShapeP2P, Stage
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -47,24 +47,24 @@ def _tower_grads(model: Any) -> list[Tensor]:
 def swapped_collectives(patch: Patch) -> None:
     """Sum the tower's gradients in another order on the last rank."""
 
-    def sum_shared_images(model: Any, tp: Any) -> None:
+    def all_reduce_tower_grads(model: Any, tp: Any) -> None:
         for grad in _tower_grads(model)[:: -1 if _is_last() else 1]:
             dist.all_reduce(grad, group=tp.group)
 
-    patch.setattr(optimizer, "sum_shared_images", sum_shared_images)
+    patch.setattr(data_parallel, "all_reduce_tower_grads", all_reduce_tower_grads)
 
 
 def written_in_flight(patch: Patch) -> None:
     """Scale the tower's gradients before their sums have arrived."""
 
-    def sum_shared_images(model: Any, tp: Any) -> None:
+    def all_reduce_tower_grads(model: Any, tp: Any) -> None:
         grads = _tower_grads(model)
         works = [dist.all_reduce(grad, group=tp.group, async_op=True) for grad in grads]
         torch._foreach_mul_(grads, 0.5)
         for work in works:
             work.wait()
 
-    patch.setattr(optimizer, "sum_shared_images", sum_shared_images)
+    patch.setattr(data_parallel, "all_reduce_tower_grads", all_reduce_tower_grads)
 
 
 def skipped_all_reduce(patch: Patch) -> None:

@@ -14,7 +14,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
 from megatron_vlm.planner.layout import ModelLayout
 from megatron_vlm.planner.memory import communicators
-from megatron_vlm.training import optimizer
+from megatron_vlm.training import data_parallel
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_moe import EXPERTS
 from tests.model.test_parity import layout
@@ -51,9 +51,9 @@ def work(path: str, case: Case, variables: dict[str, str], mutant: str) -> None:
     os.environ.update(variables)
     install()
     with pytest.MonkeyPatch.context() as patch:
-        config = optimizer.DistributedDataParallelConfig
+        config = data_parallel.DistributedDataParallelConfig
         buckets = partial(config, bucket_size=SMALL_BUCKETS)
-        patch.setattr(optimizer, "DistributedDataParallelConfig", buckets)
+        patch.setattr(data_parallel, "DistributedDataParallelConfig", buckets)
         if mutant:
             MUTANTS[mutant].put_in(patch)
         worker = MegatronWorker(case.config(path))

@@ -2,10 +2,13 @@
 """Names that mean one thing in the whole package, and what only some of its parts know."""
 
 import ast
+import importlib
+import re
 from collections import defaultdict
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "megatron_vlm"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_vlm"
 # Modules that their folder gives a meaning, such as `commands.plan.page` or `family.qwen3_5.model`.
 OF_EACH_FOLDER = {"__init__", "__main__", "command", "fields", "model", "page", "terminal"}
 
@@ -69,3 +72,33 @@ def test_only_engines_know_vllm():
             found[where] = [name for name in names if "vllm" in name.lower() and "=" not in name]
             found[where] += ["its file"] * ("vllm" in file.name)
     assert {where: names for where, names in found.items() if names} == {}
+
+
+FOLDERS = "|".join(path.name for path in PACKAGE.iterdir() if path.is_dir())
+A_PATH = re.compile(rf"[\w./]*\w\.py\b|(?<![\w/.])(?:{FOLDERS})/[\w/]*\w")
+# Files of Megatron, of other trainers and of examples, and figures of a run.
+NO_PATHS = {"optimizer_param_scheduler.py", "train_qwen.py", "FILE.py", "my.py", "rewards.py"}
+NO_PATHS |= {"rl/reward", "rl/NAME", "rl/figures/NAME"}
+
+
+def test_the_files_that_prose_names_exist(monkeypatch):
+    """Comments, docstrings and docs/architecture.md name a file by its path or the end of it. The
+    list of subpackages has words with an underscore for modules alone, without backquotes."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    prose = importlib.import_module("prose")
+    paths = [path.with_suffix("") for path in PACKAGE.rglob("*")]
+    ends = {"/".join(path.parts[-n:]) for path in paths for n in range(1, len(path.parts))}
+
+    def missing(text: str) -> set[str]:
+        names = {*A_PATH.findall(text)} - NO_PATHS
+        return {n for n in names if n.removesuffix(".py") not in ends and not (ROOT / n).exists()}
+
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    listed = "".join(re.findall(r"^ {4}.*\n", page, re.MULTILINE))
+    words = {*re.findall(r"\b[a-z]+_\w+", re.sub("`.*?`", "", listed))} - ends
+    found = {"architecture.md": missing(page), "its list": words}
+    for file in PACKAGE.rglob("*.py"):
+        if missing(source := file.read_text()):
+            texts = [*prose.docstrings(ast.parse(source)), *prose.comments(source)]
+            found[file.name] = set[str]().union(*(missing(text) for _, text in texts))
+    assert {file: names for file, names in found.items() if names} == {}

@@ -14,11 +14,7 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("t
     ("changed", "picked", "spared"),
     [
         ("megatron_vlm/serve/journal/journal.py", "serve/test_faults.py", "model/test_moe.py"),
-        (
-            "megatron_vlm/hf/export_weights.py",
-            "engines/test_vllm.py",
-            "distributed/test_network.py",
-        ),
+        ("megatron_vlm/hf/write_export.py", "engines/test_vllm.py", "distributed/test_network.py"),
         ("megatron_vlm/report/gone.py", "report/test_rl_report.py", "distributed/test_network.py"),
         ("configs/model/qwen3_vl_2b.yaml", "run/test_elastic.py", "distributed/test_network.py"),
         ("scripts/train_nodes.sh", "run/test_elastic.py", "serve/test_faults.py"),

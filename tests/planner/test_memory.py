@@ -108,7 +108,7 @@ def kept_bytes(worker: MegatronWorker, given: Sequence[Row]) -> tuple[int, int]:
 
     if not worker.grid.first:  # an input as from the previous stage
         arriving = max(0, sizes.vision.deepstack - worker.dims.layers_of(stage).start)
-        arriving += sizes.trains_drafts
+        arriving += sizes.trains_mtp
         rows, tokens = host.ids_BS.shape
         shape = (tokens * (1 + arriving), rows, sizes.text.hidden)
         chunk.set_input_tensor(torch.randn(shape, dtype=chunk.config.params_dtype).requires_grad_())
@@ -148,7 +148,7 @@ def lora(case: Case, targets: tuple[str, ...], **more: object) -> Case:
 
 # Three gated delta nets to one full attention, so that neither hides in the other.
 DELTA = {"family": "qwen3_5", "layers": 4, "head_dim": 64}
-DRAFTS = DELTA | {"mtp_layers": 1}
+MTP_PREFIX = DELTA | {"mtp_layers": 1}
 CASES = {
     "1": (layout(), {}),
     "selective": (layout(recompute="selective"), {}),
@@ -216,14 +216,14 @@ CASES = {
     "delta-experts": (layout(), {**DELTA, "experts": 4}),
     "delta-experts-ep2": (layout(dp=2, ep=2), {**DELTA, "experts": 4}),
     "delta-experts-lora": (lora(layout(), EVERY), {**DELTA, "experts": 4}),
-    "drafts": (layout(mtp="train"), DRAFTS),
-    "drafts-tp2": (layout(tp=2, mtp="train"), DRAFTS),
-    "drafts-pp2": (layout(pp=2, mtp="train", layers_per_stage=[1, 3]), DRAFTS),
-    "drafts-pp2-full": (layout(pp=2, mtp="train", recompute="full"), DRAFTS),
-    "drafts-experts-ep2": (layout(dp=2, ep=2, mtp="train"), {**DRAFTS, "experts": 4}),
+    "drafts": (layout(mtp="train"), MTP_PREFIX),
+    "drafts-tp2": (layout(tp=2, mtp="train"), MTP_PREFIX),
+    "drafts-pp2": (layout(pp=2, mtp="train", layers_per_stage=[1, 3]), MTP_PREFIX),
+    "drafts-pp2-full": (layout(pp=2, mtp="train", recompute="full"), MTP_PREFIX),
+    "drafts-experts-ep2": (layout(dp=2, ep=2, mtp="train"), {**MTP_PREFIX, "experts": 4}),
     "drafts-alone": (
         layout(mtp="train", freeze_vision=True, freeze_merger=True, freeze_language=True),
-        DRAFTS,
+        MTP_PREFIX,
     ),
 }
 BF16 = {"lora-merger-dp2", "tied", "pp2-tied", "dp2-plain-optimizer", "dp2-tied-pp2"}

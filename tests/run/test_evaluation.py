@@ -36,7 +36,7 @@ from megatron_vlm.run.evaluation.answer_metrics import (
     relaxed_accuracy,
 )
 from megatron_vlm.run.evaluation.evaluate import Evaluator, choose_answers, read_candidates
-from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_samples, last_answer
+from megatron_vlm.run.evaluation.held_out_sets import first_samples, last_answer, slice_row
 from megatron_vlm.run.progress import Progress, is_due
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import TOLERANCE, layout
@@ -413,11 +413,11 @@ def test_a_cut_row_keeps_the_images_before_it(asked):
     row = next(row for row in with_images if len(row.image_grid_I3) == 3)
     places = (row.ids_S == tokens.image_id).nonzero()[:, 0]
     first = int(row.image_grid_I3[0].prod()) // tokens.merge**2
-    cut = cut_row(row, int(places[first]), tokens)
+    cut = slice_row(row, int(places[first]), tokens)
     assert cut.image_grid_I3.tolist() == row.image_grid_I3[:1].tolist()
     assert torch.equal(cut.pixel_values_PC, row.pixel_values_PC[: row.image_grid_I3[0].prod()])
-    assert cut_row(row, int(places[0]), tokens).pixel_values_PC is None
-    whole = cut_row(row, len(row.ids_S), tokens)
+    assert slice_row(row, int(places[0]), tokens).pixel_values_PC is None
+    whole = slice_row(row, len(row.ids_S), tokens)
     assert torch.equal(whole.pixel_values_PC, row.pixel_values_PC)
 
 

@@ -23,7 +23,7 @@ from megatron_vlm.config.schema import (
 )
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import MegatronVLMError
-from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.hf.gather_weights import gather_tensors
 from megatron_vlm.hf.weight_map import Entry, Origin
 from megatron_vlm.training.worker import MegatronWorker
 

@@ -87,7 +87,7 @@ def local_shape(entry: Entry, sizes: ModelSizes, grid: RankGroups) -> tuple[int,
         whole = torch.empty(shapes[name], device="meta")
         return whole[tuple(slice(*each) if each else slice(None) for each in ranges)]
 
-    return tuple(entry.layout.load(read, entry.names, *grid.along(entry.layout.cut)).shape)
+    return tuple(entry.layout.load(read, entry.names, *grid.along(entry.layout.shard_group)).shape)
 
 
 def differences(

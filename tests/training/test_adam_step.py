@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_vlm.controller import local_group
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.hf.gather_weights import gather_tensors
 from megatron_vlm.training.optimizer_step import AdamStep
 from megatron_vlm.training.worker import MegatronWorker
 from tests.model.test_parity import layout

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.controller.torchrun import local_group
-from megatron_vlm.data.batches.collate import cut_micro_batches
+from megatron_vlm.data.batches.collate import split_micro_batches
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch, batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.data.tokens.row import COLUMNS, IGNORE, Row, RowColumn
@@ -261,7 +261,7 @@ def by_other_ways(worker: MegatronWorker, rows: list[Row]) -> list[float]:
             replace(row, values_S={**row.values_S, "unread": torch.zeros(len(row.ids_S))})
             for row in rows
         ]
-        shared = cut_micro_batches(placed, 3, worker.source.sizes.tokens, names), None
+        shared = split_micro_batches(placed, 3, worker.source.sizes.tokens, names), None
     micro_batches, _ = share_batch(shared, worker.grid, worker.platform.device)
     scored = [
         replace(row, values_S={**row.values_S, "old_log_probs": log_probs_S})
@@ -290,7 +290,7 @@ def train_with_margins(worker: MegatronWorker, rows: list[Row]) -> tuple[list[Te
         batch = TensorBatch.from_bytes(batch_of(rows).to_bytes())
         shared = None
         if worker.grid.leads:
-            shared = cut_micro_batches(rows, 3, worker.source.sizes.tokens, ("margins",)), None
+            shared = split_micro_batches(rows, 3, worker.source.sizes.tokens, ("margins",)), None
         micro_batches, _ = share_batch(shared, worker.grid, worker.platform.device)
         log_probs, losses = worker.forward(rows), []
         for way in (rows, batch, micro_batches):
@@ -386,7 +386,7 @@ def run_weighted(worker: MegatronWorker, rows: list[Row]) -> dict[str, Any]:
     batch = TensorBatch.from_bytes(batch_of(local_rows).to_bytes())
     shared = None
     if worker.grid.leads:
-        shared = cut_micro_batches(local_rows, 1, worker.source.sizes.tokens), None
+        shared = split_micro_batches(local_rows, 1, worker.source.sizes.tokens), None
     micro_batches, _ = share_batch(shared, worker.grid, worker.platform.device)
     results["ways"] = [worker.forward_backward(way).loss for way in (batch, micro_batches)]
     for name, value in (("alike", 2.5), ("plain", None)):
@@ -423,10 +423,10 @@ def test_weights_stand_under_their_own_token():
         loss_weights_S=torch.tensor([torch.nan, 0, 0.5]),
     )
     plain = Row(torch.tensor([5, 6]), torch.tensor([5, 6]))
-    batch = cut_micro_batches([plain, row], 2, TOKENS)[0]
+    batch = split_micro_batches([plain, row], 2, TOKENS)[0]
     assert batch.columns["loss_weights"].tolist() == [1, 0.5]
     assert batch.weight == 1.5 and batch.num_supervised == 2
-    unweighted = cut_micro_batches([plain, plain], 2, TOKENS)[0]
+    unweighted = split_micro_batches([plain, plain], 2, TOKENS)[0]
     assert not unweighted.columns and unweighted.weight == 2
 
 
@@ -435,12 +435,12 @@ def test_weights_that_are_refused(value):
     row = Row(torch.tensor([5, 6]), torch.tensor([5, 6]))
     wrong = replace(row, loss_weights_S=torch.tensor([1, value]))
     with pytest.raises(DataError) as caught:
-        cut_micro_batches([row, wrong], 2, TOKENS)
+        split_micro_batches([row, wrong], 2, TOKENS)
     error = caught.value
     assert (error.place, error.key) == ("row 1", "loss_weights[1]")
     assert str(error.found) == str(value)  # NaN equals nothing
     with raises(DataError, place="row 0", key="loss_weights", problem_has="(3,)") as caught:
-        cut_micro_batches([replace(row, loss_weights_S=torch.ones(3))], 2, TOKENS)
+        split_micro_batches([replace(row, loss_weights_S=torch.ones(3))], 2, TOKENS)
 
 
 def test_values_stand_under_their_own_token():
@@ -451,11 +451,11 @@ def test_values_stand_under_their_own_token():
     )
     # This row supervises nothing.
     unsupervised = Row(torch.tensor([5, 6]), torch.tensor([5, IGNORE]))
-    batch = cut_micro_batches([unsupervised, row], 2, TOKENS, ("b", "a"))[0]
+    batch = split_micro_batches([unsupervised, row], 2, TOKENS, ("b", "a"))[0]
     assert batch.value_names == ("b", "a") and batch.columns["b"].dtype == torch.float32
     values = StageInput(batch, batch.tokens_BS5, columns=batch.columns).values_M(("a", "b"))
     assert values["a"].tolist() == [1, 2] and values["b"].tolist() == [4, 5]
-    assert not cut_micro_batches([row], 1, TOKENS)[0].columns  # no loss reads them
+    assert not split_micro_batches([row], 1, TOKENS)[0].columns  # no loss reads them
 
 
 def test_rows_and_batches_of_rl():
@@ -494,7 +494,7 @@ def test_rows_and_batches_of_rl():
 def test_rows_that_a_loss_cannot_take(values, key, parts):
     good = Row(torch.tensor([5, 6]), torch.tensor([5, 6]), values_S={"advantages": torch.ones(2)})
     with raises(DataError, place="row 1", key=key) as caught:
-        cut_micro_batches([good, replace(good, values_S=values)], 2, TOKENS, ("advantages",))
+        split_micro_batches([good, replace(good, values_S=values)], 2, TOKENS, ("advantages",))
     assert all(part in str(caught.value) for part in parts)
 
 
@@ -528,7 +528,7 @@ def events(*shares: float) -> dict[str, Tensor]:
 )
 def test_teachers_that_are_refused(fields, key, part):
     with raises(DataError, place="row 1", key=key) as caught:
-        cut_micro_batches([TAUGHT, replace(TAUGHT, **fields)], 2, TOKENS)
+        split_micro_batches([TAUGHT, replace(TAUGHT, **fields)], 2, TOKENS)
     assert part in str(caught.value)
 
 
@@ -541,15 +541,15 @@ def test_rows_of_a_batch_have_teachers_of_one_width():
     untaught = replace(TAUGHT, teacher_ids_NJ=None, teacher_log_probs_NR=None)
     for other in (wider, untaught):
         with raises(DataError, key="teacher_ids"):
-            cut_micro_batches([TAUGHT, other], 2, TOKENS)
+            split_micro_batches([TAUGHT, other], 2, TOKENS)
     # A row without supervised tokens needs no teacher.
     prompt = replace(untaught, labels_S=torch.full((3,), IGNORE))
-    batch = cut_micro_batches([prompt, TAUGHT], 2, TOKENS)[0]
+    batch = split_micro_batches([prompt, TAUGHT], 2, TOKENS)[0]
     assert batch.columns["teacher_ids"].tolist() == [[7, 9]]
     objective = Objective.create("distill", {})
     objective.check_batches([batch])
     with raises(DataError, place="micro-batch 1", key="teacher_ids"):
-        objective.check_batches([batch, cut_micro_batches([untaught], 1, TOKENS)[0]])
+        objective.check_batches([batch, split_micro_batches([untaught], 1, TOKENS)[0]])
 
 
 @pytest.mark.parametrize(
@@ -583,7 +583,7 @@ def test_what_a_loss_reads_and_reports():
 
 def made_micro_batches(worker: MegatronWorker) -> None:
     rows = make_rows((RowSpec(5), RowSpec(9)))
-    worker.forward_backward(cut_micro_batches(rows, 1, worker.source.sizes.tokens), loss="ppo")
+    worker.forward_backward(split_micro_batches(rows, 1, worker.source.sizes.tokens), loss="ppo")
 
 
 def test_micro_batches_without_values_are_refused(pool, tiny):

@@ -21,7 +21,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
 from megatron_vlm.config import load_config
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.distributed.host_copies import LateFigures
+from megatron_vlm.distributed.host_copies import DeferredFigures
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.model import router as routing
@@ -351,7 +351,7 @@ def shares_of_one_replica(right: Any) -> Any:
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
         own_LE = 2 * torch.stack([layer.mlp.load for layer in layers]).double()
         right(chunks, text, device)
-        return LateFigures(torch.cat([own_LE.flatten(), torch.zeros(2)]))
+        return DeferredFigures(torch.cat([own_LE.flatten(), torch.zeros(2)]))
 
     return wrong
 

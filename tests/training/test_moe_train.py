@@ -16,7 +16,7 @@ import torch
 
 from megatron_vlm.checkpoint.run_checkpoints import step_folder
 from megatron_vlm.controller import WorkerGroup, local_group
-from megatron_vlm.controller.worker_group import cut, filled_rows
+from megatron_vlm.controller.worker_group import filled_rows, split_batch
 from megatron_vlm.data.tensors.tensor_batch import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError
@@ -361,7 +361,7 @@ def test_a_group_hands_routing_on():
     rows = make_rows(MIXED)[:3]
     routing = torch.randint(0, 8, (len(rows[1].ids_S), 4, 2), dtype=torch.int32)
     batch = filled_rows([rows[0], replace(rows[1], routing_SLK=routing), rows[2]], 2)
-    parts = cut(batch, 2)
+    parts = split_batch(batch, 2)
     routings = [row.routing_SLK for part in parts for row in rows_of(part.batch)]
     assert [each is None for each in routings] == [True, False, True, True]
     assert torch.equal(routings[1], routing)

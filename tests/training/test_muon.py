@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_vlm.config.schema import MuonSettings
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.hf.gather_weights import gather_tensors
 from megatron_vlm.hf.matrices import Matrix
 from megatron_vlm.training.muon import Muon, adjust_lr, choose_owners, orthogonalize
 from megatron_vlm.training.optimizer_step import AdamStep, inner_optimizers
@@ -79,7 +79,7 @@ def set_gradients(worker: MegatronWorker, step: int) -> None:
         read = partial(
             read_slice, {x.name: gradient(x.name, x.shape, step) for x in entry.hf_tensors}
         )
-        along = worker.grid.along(entry.layout.cut)
+        along = worker.grid.along(entry.layout.shard_group)
         param.main_grad.copy_(entry.layout.load(read, entry.names, *along).view_as(param))
     worker.gradients.some = True
 

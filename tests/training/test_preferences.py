@@ -29,7 +29,7 @@ from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.media.pixel_tables import PixelTables
 from megatron_vlm.data.scores.score_index import ScoredSet, ScoreIndex
-from megatron_vlm.data.tokens.row import IGNORE, Row, cut_row
+from megatron_vlm.data.tokens.row import IGNORE, Row, slice_row
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
@@ -239,7 +239,7 @@ def mismatched(rows: Sequence[Row], cfg: Config) -> list[Row]:
     tokens, made = read_sizes(cfg.model.path).tokens, []
     for number, row in enumerate(rows):
         start, other = first_label(row), rows[number - 1]
-        prompt, answered = cut_row(row, start, tokens), first_label(other)
+        prompt, answered = slice_row(row, start, tokens), first_label(other)
         ids = torch.cat([prompt.ids_S, other.ids_S[answered:]])
         labels = torch.cat([torch.full((start,), IGNORE), other.labels_S[answered:]])
         made.append(replace(prompt, ids_S=ids, labels_S=labels))

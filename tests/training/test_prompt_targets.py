@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.controller import local_group
-from megatron_vlm.data.batches.collate import cut_micro_batches
+from megatron_vlm.data.batches.collate import split_micro_batches
 from megatron_vlm.data.tensors.tensor_batch import batch_of
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
@@ -193,13 +193,13 @@ def test_bad_targets_are_refused(changes, said):
     row = replace(ROW, **changes)
     names = ("w",) if row.values_S or "missing" in said else ()
     with pytest.raises(DataError, match=f"row 0: {said}"):
-        cut_micro_batches([row], 1, TOKENS, names)
+        split_micro_batches([row], 1, TOKENS, names)
 
 
 def test_a_nan_where_nothing_is_predicted_is_nobodys(pool):
     values = {"w": torch.tensor([1.0, float("nan"), 2.0, 3.0])}
     row = replace(ROW, targets=torch.tensor([5, IGNORE, 6, 7]), values_S=values)
-    (batch,) = cut_micro_batches([row], 1, TOKENS, ("w",))
+    (batch,) = split_micro_batches([row], 1, TOKENS, ("w",))
     assert batch.columns["w"].tolist() == [1, 2, 3]
 
 

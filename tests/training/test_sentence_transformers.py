@@ -21,8 +21,8 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.model_card import TrainingSummary, vllm_overrides
 from megatron_vlm.model.head import embedding_head
 from megatron_vlm.training.data_feed import Feeder
+from megatron_vlm.training.global_rows import GlobalRows
 from megatron_vlm.training.row_objectives import EmbeddingObjective, RerankObjective
-from megatron_vlm.training.row_scores import GlobalRows
 from megatron_vlm.training.worker import MegatronWorker
 from tests.support.chats import picture
 from tests.support.comparison import check_worst, relative_errors

@@ -18,10 +18,10 @@ from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.objective_configs import PreferenceConfig, RewardConfig
 from megatron_vlm.config.schema import Config, DataConfig, TrainConfig
-from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.hf.gather_weights import gather_tensors
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.row_losses import GLOBAL_LOSSES, bradley_terry
-from megatron_vlm.training.row_objectives import PreferenceObjective, loss_function, surrogates
+from megatron_vlm.training.row_objectives import PreferenceObjective, log_prob_grads, loss_function
 from megatron_vlm.training.stage_inputs import RowInputs
 from megatron_vlm.training.worker import MegatronWorker
 from tests.support.chats import image, say, text
@@ -187,7 +187,7 @@ def ours(both: Both, answers: Answers) -> tuple[Tensor, Tensor]:
     values = {"rejected": rejected} | ({"reference": reference} if has_reference else {})
     if GLOBAL_LOSSES.keys() & cfg.preference.losses:
         sums = answers.log_probs[order].sum(1)
-        values["surrogate"] = surrogates(cfg, sums, reference)
+        values["log_prob_grads"] = log_prob_grads(cfg, sums, reference)
     tokens = sum(LENGTHS[:count]) / count
     kl = max(float((answers.mismatched[0] - answers.mismatched[1]).mean()), 0.0)
     objective = Objective.create(loss_function(cfg, tokens, kl), {})

@@ -18,7 +18,7 @@ from megatron_vlm.engines.engine_kinds import DEFAULT_ENGINE, engine_kind
 from megatron_vlm.engines.vllm import media_fault
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_family
-from megatron_vlm.hf.export_folder import add_to_card
+from megatron_vlm.hf.export_mark import add_to_card
 from megatron_vlm.io.atomic import blake2b, write_text
 from megatron_vlm.io.hub import folder_of
 from megatron_vlm.io.untrusted import UntrustedFile, home_path

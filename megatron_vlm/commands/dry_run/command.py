@@ -27,8 +27,8 @@ from megatron_vlm.data.batches.dataset import DataSet, StreamSet, open_data, wit
 from megatron_vlm.distributed.device import Platform, count_gpus, host_memory_total, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.hf.export_folder import check_push
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.hub_upload import check_push
 from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.hf.weight_map import Entry, name_table
 from megatron_vlm.io.hub import hub_name
@@ -63,7 +63,7 @@ from megatron_vlm.run.evaluation.held_out_sets import describe_split, first_samp
 from megatron_vlm.run.progress import Progress
 from megatron_vlm.run.run import length_of
 from megatron_vlm.run.run_folder import with_model
-from megatron_vlm.run.wandb_login import wandb_mode
+from megatron_vlm.run.trackers import wandb_mode
 from megatron_vlm.training.data_fingerprint import fingerprint
 from megatron_vlm.training.lr_schedule import total_steps
 

@@ -27,7 +27,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.engines.engine_kinds import describe_engine, engine_kind
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.hf.export_folder import check_push
+from megatron_vlm.hf.hub_upload import check_push
 from megatron_vlm.hf.weight_map import name_table
 from megatron_vlm.io.printable import escape_controls, short_name, show_count, size_text
 from megatron_vlm.model.build import compute_dtype

@@ -93,7 +93,7 @@ class Inspection:
     columns: tuple[Column, ...]
     dropped: tuple[tuple[str, str], ...]  # place and rule
     errors: tuple[str, ...]
-    passed: str  # the keys that the data ignores, in a sentence; or empty
+    unused_keys: str  # the keys that the data ignores, in a sentence; or empty
     batching: Batching
     num_wanted: int  # samples to show
     in_terminal: int  # how many of them a terminal shows
@@ -372,14 +372,14 @@ def no_sample_report(dropped: Mapping[str, int], errors: Sequence[str]) -> secti
 
 def _left_out(inspection: Inspection) -> Iterator[sections.Section]:
     """Yield what was dropped, passed over or refused; nothing if all was taken."""
-    if not (inspection.dropped or inspection.errors or inspection.passed):
+    if not (inspection.dropped or inspection.errors or inspection.unused_keys):
         return
     yield sections.Heading("Left out", "Left out")
     if inspection.dropped:
         rows = [(rule, column_figure(count), where) for rule, count, where in inspection.rules]
         yield sections.Table(("dropped by rule", "records", "the first"), rows)
-    if inspection.passed:
-        yield sections.Note(inspection.passed)
+    if inspection.unused_keys:
+        yield sections.Note(inspection.unused_keys)
     yield from _wrong(inspection.errors)
 
 

@@ -34,7 +34,7 @@ class RowSize:
     """The size of a row, or of the rows of one record, which are never divided, for planning."""
 
     tokens: int
-    cost: float  # in any unit of work; see cost.py
+    cost: float  # in any unit of work; see WorkModel
     patches: int = 0
     images: int = 0
     rows: int = 1
@@ -322,9 +322,9 @@ class WorkModel:
         tower, mergers = _matrices(sizes, Part.vision), _matrices(sizes, Part.merger)
         at_end = text.layers[-1].mlp_flops_per_token(text.hidden) if text.ends_at_places else 0
         layers, per_token, heads = text.layers, -at_end, 1
-        if sizes.trains_drafts and sizes.drafts is not None:
+        if sizes.trains_mtp and sizes.mtp is not None:
             # A product joins the embedding and the last layer's output, at all places.
-            layers, heads = (*layers, sizes.drafts.layer), 2
+            layers, heads = (*layers, sizes.mtp.layer), 2
             per_token = 4 * text.hidden**2
         per_token += sum(layer.flops_per_token(text.hidden) for layer in layers)
         return WorkModel(

@@ -20,9 +20,9 @@ from megatron_vlm.data.tokens.row import (
     Part,
     Row,
     continue_row,
-    cut_row,
     parts_of,
     place_row,
+    slice_row,
 )
 from megatron_vlm.data.tokens.sample import Example, Sample
 from megatron_vlm.errors import DataError
@@ -75,7 +75,7 @@ def collate_examples(
     return replace(collate(flat, ()), rows=places, row_values=values)
 
 
-def cut_micro_batches(
+def split_micro_batches(
     rows: Sequence[Row],
     size: int,
     tokens: Tokens,
@@ -192,7 +192,7 @@ def _with_answer(row: Row, other: Sample, tokens: Tokens) -> Row:
         torch.from_numpy(ids), torch.tensor([tokens.image_id, tokens.video_id])
     ).numpy()
     ids, trained = ids[is_text], trained[is_text]
-    joined = continue_row(cut_row(row, start, tokens), ids.tolist())
+    joined = continue_row(slice_row(row, start, tokens), ids.tolist())
     joined.labels_S[start:][torch.from_numpy(~trained)] = IGNORE
     return place_row(joined, tokens, "a prompt with another answer")
 

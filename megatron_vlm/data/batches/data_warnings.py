@@ -22,14 +22,14 @@ class Remarks:
     lines: tuple[str, ...] = ()
     dropped: int = 0  # records that a rule left out
     wrong: int = 0  # records left out, as data.max_errors allows
-    cut: int = 0  # records that were cut
+    truncated: int = 0  # records that were truncated
 
     @staticmethod
     def from_data(data: DataSet | StreamSet, key: str, cfg: DataConfig) -> "Remarks":
         if isinstance(data, StreamSet):
             return Remarks()
         dropped, errors = data.faults()
-        return Remarks(tuple(_lines(data, key, cfg)), dropped.total(), len(errors), data.cut)
+        return Remarks(tuple(_lines(data, key, cfg)), dropped.total(), len(errors), data.truncated)
 
 
 def _lines(data: DataSet, key: str, cfg: DataConfig) -> Iterator[str]:
@@ -38,8 +38,8 @@ def _lines(data: DataSet, key: str, cfg: DataConfig) -> Iterator[str]:
     for rule, count in dropped.items():
         advice = f"; {_advice(data, cfg)}" if rule in _CUT else ""
         yield f"{key}: {count:,} {records} dropped: {rule}{advice}"
-    if data.cut:
-        yield f"{key}: {data.cut:,} {records} cut to the limits; {_advice(data, cfg)}"
+    if data.truncated:
+        yield f"{key}: {data.truncated:,} {records} cut to the limits; {_advice(data, cfg)}"
     if errors:
         yield f"{key}: {len(errors):,} {records} wrong and skipped, the first: {errors[0]}"
     yield from unused_key_warnings(key, data, cfg)
@@ -89,7 +89,7 @@ def thinking_remarks(key: str, data: DataSet) -> Iterator[str]:
 
 def unused_key_warnings(key: str, data: DataSet, cfg: DataConfig) -> Iterator[str]:
     """Yield a warning that names the unused keys of records, if data.unknown_keys is warn."""
-    counts = sum((Counter(index.faults.passed) for index in data.indexes), Counter[str]())
+    counts = sum((Counter(index.faults.unused_keys) for index in data.indexes), Counter[str]())
     if not counts or cfg.unknown_keys != "warn":
         return
     names = [f"{name[:80]!r} ({count:,})" for name, count in counts.items()]

@@ -48,7 +48,7 @@ class Item:
     raw: Any
     where: str
     example: Example
-    passed: tuple[str, ...] = ()  # keys of the record that are not used
+    unused_keys: tuple[str, ...] = ()  # keys of the record that are not used
 
 
 # The place of a record, the state of the stream after it (empty if no record can follow), and the
@@ -66,8 +66,8 @@ class StreamSet:
     work: WorkModel
     dropped: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
-    cut: int = 0  # records that data.truncation has cut so far
-    passed: set[str] = field(default_factory=set)  # unused keys that were already reported
+    truncated: int = 0  # records that data.truncation has cut so far
+    warned_keys: set[str] = field(default_factory=set)  # unused keys that were already reported
     known_ahead = False
     length = None
 
@@ -94,8 +94,8 @@ class StreamSet:
                 check_errors(self.errors, self.cfg)
             else:
                 taken += 1
-                self.cut += any(sample.is_cut for sample in outcome.example)
-                self._say_passed(outcome)
+                self.truncated += any(sample.is_truncated for sample in outcome.example)
+                self._warn_unused_keys(outcome)
                 yield (
                     outcome,
                     self.work.example_size(outcome.example),
@@ -104,9 +104,9 @@ class StreamSet:
         if not taken:
             raise _none_left(self.dropped, self.errors, place=self.name)
 
-    def _say_passed(self, item: Item) -> None:
+    def _warn_unused_keys(self, item: Item) -> None:
         """Warn of unused keys where they first appear: a stream cannot know them before."""
-        new_keys = [key for key in item.passed if key not in self.passed]
+        new_keys = [key for key in item.unused_keys if key not in self.warned_keys]
         if new_keys and self.cfg.unknown_keys == "warn":
             names = ", ".join(repr(key[:80]) for key in new_keys)
             log.warning(
@@ -115,7 +115,7 @@ class StreamSet:
                 escape_controls(item.where),
                 escape_controls(names),
             )
-        self.passed.update(new_keys)
+        self.warned_keys.update(new_keys)
 
     def rows(self, handle: Item) -> list[Row]:
         """Return the rows of the sample with their pixels."""
@@ -161,9 +161,9 @@ class _EncodedRecords(IterableDataset[Outcome]):
     def _encode(self, record: StreamRecord) -> Item | RecordDropped | DataError:
         try:
             raw = record.raw()
-            passed = Counter[str]()
-            example = self.reader.encode_example(raw, record.where, passed)
-            return Item(raw, record.where, example, tuple(passed))
+            unused_keys = Counter[str]()
+            example = self.reader.encode_example(raw, record.where, unused_keys)
+            return Item(raw, record.where, example, tuple(unused_keys))
         except (RecordDropped, DataError) as reason:
             return reason
 
@@ -274,9 +274,9 @@ class DataSet:
         return dropped, [error for fault in faults for error in fault.errors]
 
     @property
-    def cut(self) -> int:
+    def truncated(self) -> int:
         """Number of records that data.truncation has cut."""
-        return sum(index.faults.cut for index in self.indexes)
+        return sum(index.faults.truncated for index in self.indexes)
 
 
 class NoSampleError(DataError):

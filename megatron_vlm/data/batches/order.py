@@ -41,14 +41,14 @@ class Order:
     def epoch(self, number: int) -> np.ndarray:
         """Return the samples [N, 2] of an epoch as (source, index)."""
         parts = [
-            np.stack([np.full(count, source), self._draw(source, number * count, count)], axis=1)
+            np.stack([np.full(count, source), self._places(source, number * count, count)], axis=1)
             for source, count in enumerate(self.counts)
             if count
         ]
         samples = np.concatenate(parts) if parts else np.zeros((0, 2), dtype=np.int64)
         return samples[self._permutation(len(samples), number)]
 
-    def _draw(self, source: int, start: int, count: int) -> np.ndarray:
+    def _places(self, source: int, start: int, count: int) -> np.ndarray:
         """Return the places [start, start + count) in the sequence of a source's permutations."""
         length = self.lengths[source]
         first, last = start // length, (start + count - 1) // length
@@ -69,7 +69,7 @@ def order_of_all(lengths: Sequence[int]) -> Order:
 def choose_held_out(indexes: Sequence[Index], cfg: DataConfig) -> list[np.ndarray]:
     """Return for each index which of its samples are held out."""
     assert cfg.split is not None
-    parts = [_draw(index.digests, cfg.seed) for index in indexes]
+    parts = [_random_numbers(index.digests, cfg.seed) for index in indexes]
     drawn = np.sort(np.concatenate(parts))
     if not len(drawn):
         return parts  # the caller reports that there are no samples
@@ -86,7 +86,7 @@ def choose_held_out(indexes: Sequence[Index], cfg: DataConfig) -> list[np.ndarra
     return [part <= last for part in parts]
 
 
-def _draw(digests: np.ndarray, seed: int) -> np.ndarray:
+def _random_numbers(digests: np.ndarray, seed: int) -> np.ndarray:
     """Return a random number for each digest and this seed, by the mixer of SplitMix64."""
     mixed = digests.view(np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

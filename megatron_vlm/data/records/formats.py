@@ -169,13 +169,13 @@ def parse_record(
     ignore_keys: Collection[str] = (),
     strict: bool = False,
     lone_marks: Literal["refuse", "text"] = "refuse",
-    passed: Counter[str] | None = None,
+    unused_keys: Counter[str] | None = None,
     caption_prompt: str = "",
     prompts_only: bool = False,
 ) -> Conversation | EncodedRecord:
     """Parse a raw dict into a Record, or raise a DataError with the problem and its place. A key
     that most likely has a meaning is an error where it is neither read nor in `ignore_keys`. Other
-    keys of the record itself are counted in `passed`; `strict` makes them errors, too. With
+    keys of the record itself are counted in `unused_keys`; `strict` makes them errors, too. With
     `prompts_only`, keys with answers are for the reward alone."""
     keys = Keys(ignore_keys, strict, prompts_only)
     with keys.record_at(where):
@@ -190,8 +190,8 @@ def parse_record(
         keys.check_record(fields, record)
         if lone_marks == "refuse":
             check_lone_marks(keys.marked, record)
-    if passed is not None:
-        passed.update(keys.passed)
+    if unused_keys is not None:
+        unused_keys.update(keys.unused_keys)
     return record
 
 

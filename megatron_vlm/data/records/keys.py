@@ -240,7 +240,7 @@ class Keys:
         """Make a reader. With `prompts_only`, a reward gets the keys that are not read."""
         self.ignored, self.strict, self.prompts_only = frozenset(ignored), strict, prompts_only
         self.needed: Collection[str] = ()  # further keys that may not be passed over
-        self.passed: list[str] = []  # keys of the record itself whose values are not used
+        self.unused_keys: list[str] = []  # keys of the record itself whose values are not used
         self.media_parts: Counter[str] = Counter()  # parts so far that are images and videos
         self.marked: list[str] = []  # texts of formats that have marks for images and videos
         self._opened: list[Fields] = []  # without the record itself
@@ -308,7 +308,7 @@ class Keys:
             elif is_meant or is_media or near or self.strict:
                 unknown[key] = Unknown(near=near)
             elif not self.prompts_only:
-                self.passed.append(key)
+                self.unused_keys.append(key)
         self.check_opened(unknown)
 
     def check_opened(self, unknown: Mapping[str, Unknown] | None = None) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.records.record import ChatMessage, Conversation
 from megatron_vlm.data.tokens.chat_template import THINKING_VARIABLE, AnswerOpening, ChatTemplate
-from megatron_vlm.data.tokens.tokenizer import PRIVATE_USE, add_special_tokens, cut_special_tokens
+from megatron_vlm.data.tokens.tokenizer import PRIVATE_USE, add_special_tokens, split_special_tokens
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.chat_format import ChatFormat, RenderedText
 from megatron_vlm.io.untrusted import UntrustedFile
@@ -191,7 +191,7 @@ class ChatRenderer:
         prompt is followed by what opens an answer, or ends within its last one."""
         turns = tuple(with_thoughts(turn, self.chat_format) for turn in chat.turns)
         chat = replace(chat, turns=turns)
-        chat, cut = cut_special_tokens(chat, self.special, cfg.special_tokens)
+        chat, split_mark = split_special_tokens(chat, self.special, cfg.special_tokens)
         text = self.template.text_of(chat)
         is_opened = prompt and not chat.is_continued
         opening = self.template.opening_of(chat, text) if is_opened else ""
@@ -201,9 +201,9 @@ class ChatRenderer:
             text = begin_answer(text, self.template.openings, self.template.hidden_thoughts(chat))
         marks = self.chat_format.marks
         text = bounded(text).replace(marks.image, marks.picture)
-        text, video_chars = _fill(text, marks.video, videos, cut, chat.where)
-        ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
-        text = text.replace(cut, "") if cut else text
+        text, video_chars = _fill(text, marks.video, videos, split_mark, chat.where)
+        ids_U, starts_U = self._tokenize(text.split(split_mark) if split_mark else [text])
+        text = text.replace(split_mark, "") if split_mark else text
         rendered_messages = self._messages(chat, text, ids_U, starts_U)
         weights_U = np.zeros(len(ids_U), dtype=np.float32)
         for message, is_trained in zip(
@@ -362,7 +362,7 @@ class ChatRenderer:
 
 
 def _fill(
-    text: str, mark: str, videos: Sequence[str], cut: str, where: str
+    text: str, mark: str, videos: Sequence[str], split_mark: str, where: str
 ) -> tuple[str, list[int]]:
     """Replace each video placeholder. The returned places do not count the cuts."""
     before, *rest = text.split(mark)
@@ -372,6 +372,6 @@ def _fill(
         )
     starts = []
     for video, after in zip(videos, rest, strict=True):
-        starts.append(len(before) - (before.count(cut) if cut else 0))
+        starts.append(len(before) - (before.count(split_mark) if split_mark else 0))
         before += video + after
     return before, starts

@@ -24,7 +24,7 @@ from megatron_vlm.data.records.record import (
 )
 from megatron_vlm.data.tokens.boxes_as_text import Size, write_boxes_as_text
 from megatron_vlm.data.tokens.chat_renderer import ChatRenderer, Rendered
-from megatron_vlm.data.tokens.sample import RecordDropped, Sample, Span, cut_sample, uneven_weights
+from megatron_vlm.data.tokens.sample import RecordDropped, Sample, Span, truncate, uneven_weights
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.images import ImageReader, VideoReader
 from megatron_vlm.family.video_plan import Grid, VideoInfo, VideoPlan
@@ -64,7 +64,7 @@ class Encoder:
         if prompt:
             return replace(sample, trained_S=np.zeros_like(sample.trained_S), weights_S=None)
         if not sample.num_supervised:
-            more = "left to learn after the cut" if sample.is_cut else "to learn"
+            more = "left to learn after the cut" if sample.is_truncated else "to learn"
             raise RecordDropped(f"nothing {more}")
         return sample
 
@@ -220,7 +220,7 @@ class Encoder:
         if over and (prompt or cfg.truncation != "image_safe"):
             too_long = sample if tokens > cfg.max_tokens else None
             raise self._too_long(over, where, too_long)
-        return cut_sample(sample, spans, cfg.max_tokens, cfg.max_images) if over else sample
+        return truncate(sample, spans, cfg.max_tokens, cfg.max_images) if over else sample
 
 
 def image_sizes(record: Record, policy: MediaPolicy) -> list[Size]:

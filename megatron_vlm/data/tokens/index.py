@@ -46,9 +46,9 @@ class Faults:
 
     dropped: tuple[tuple[str, str], ...]  # place and rule
     errors: tuple[str, ...]  # place and mistake
-    passed: Mapping[str, int]  # number of records with each unused key
+    unused_keys: Mapping[str, int]  # number of records with each unused key
     contrary: int  # number of records whose answers no prompt of the template asks for
-    cut: int  # number of records that were cut
+    truncated: int  # number of records that were truncated
 
 
 class Index:
@@ -87,8 +87,9 @@ class Index:
                 for place, rule in file.dropped
             ),
             tuple(message for file in files for message in file.errors),
-            sum((Counter(file.passed) for file in files), Counter()),
-            *(sum(len(getattr(file, name)) for file in files) for name in ("contrary", "cut")),
+            sum((Counter(file.unused_keys) for file in files), Counter()),
+            sum(len(file.contrary) for file in files),
+            sum(len(file.truncated) for file in files),
         )
 
     def __len__(self) -> int:
@@ -266,14 +267,14 @@ class _Chunks:
             where = self.source.where(start + place)
             try:
                 raw = self.source[start + place]
-                example = self.reader.encode_example(raw, where, chunk.passed)
+                example = self.reader.encode_example(raw, where, chunk.unused_keys)
                 # Only what was understood is digested: other records may be nested without an end.
                 record = RecordId(place, digest_record(raw, self.cfg.ignore_keys))
                 chunk.samples.extend((record, sample) for sample in example)
                 if self.reader.is_contrary(raw, example[0]):
                     chunk.contrary.append(place)
-                if any(sample.is_cut for sample in example):
-                    chunk.cut.append(place)
+                if any(sample.is_truncated for sample in example):
+                    chunk.truncated.append(place)
             except RecordDropped as rule:
                 chunk.dropped.append((place, str(rule)))
             except DataError as error:

@@ -41,14 +41,14 @@ class Chunk:
     samples: list[tuple[RecordId, Sample]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)  # place and rule
     faults: list[str] = field(default_factory=list)
-    passed: Counter[str] = field(default_factory=Counter)  # unused keys
+    unused_keys: Counter[str] = field(default_factory=Counter)  # unused keys
     contrary: list[int] = field(default_factory=list)  # places; see AnswerOpening.is_contrary
-    cut: list[int] = field(default_factory=list)  # places of records with a row that is cut
+    truncated: list[int] = field(default_factory=list)  # places of records with a truncated row
 
     def save(self, path: Path) -> None:
         """Write under a temporary name first, so that readers see the complete file or no file."""
         tensors = self._tensors()
-        values = (self.dropped, self.faults, self.passed, self.contrary, self.cut)
+        values = (self.dropped, self.faults, self.unused_keys, self.contrary, self.truncated)
         metadata = dict(zip(_METADATA_KEYS, map(json.dumps, values), strict=True))
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         checksum = {"checksum": _checksum(shapes, tensors, metadata)}
@@ -89,9 +89,9 @@ class ChunkFile:
     columns: Mapping[str, np.ndarray]  # Each column has an entry for each sample.
     dropped: list[tuple[int, str]]
     errors: list[str]
-    passed: dict[str, int]  # number of records with each unused key
+    unused_keys: dict[str, int]  # number of records with each unused key
     contrary: list[int]  # places; see AnswerOpening.is_contrary
-    cut: list[int]  # places of records with a row that is cut
+    truncated: list[int]  # places of records with a truncated row
     weighted: bool  # true if it has weights of tokens
 
     @staticmethod
@@ -105,10 +105,9 @@ class ChunkFile:
             metadata = {name: file.metadata()[name] for name in _METADATA_KEYS}
             if file.metadata()["checksum"] != _checksum(shapes, columns, metadata):
                 raise ValueError("its checksum is another than when it was written")
-            values = (outside.parse(metadata[name]) for name in _METADATA_KEYS)
-            dropped, errors, passed, contrary, cut = values
-        is_weighted = "weights" in shapes
-        return ChunkFile(path, columns, dropped, errors, passed, contrary, cut, is_weighted)
+            values = [outside.parse(metadata[name]) for name in _METADATA_KEYS]
+            values.append("weights" in shapes)
+        return ChunkFile(path, columns, *values)
 
     def sample(self, place: int) -> Sample:
         """Read a sample. Raise a DataError if it is not as it was written."""

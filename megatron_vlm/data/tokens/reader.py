@@ -54,18 +54,18 @@ class Reader:
         return self.kind == "prompt"
 
     def encode(
-        self, raw: object, where: str, prompt: bool = False, passed: Counter[str] | None = None
+        self, raw: object, where: str, prompt: bool = False, unused_keys: Counter[str] | None = None
     ) -> Sample:
         """Encode a record of one chat. Of images, only the headers are read."""
-        return self.encode_chat(self.parse(raw, where, passed), prompt)
+        return self.encode_chat(self.parse(raw, where, unused_keys), prompt)
 
     def encode_example(
-        self, raw: object, where: str, passed: Counter[str] | None = None
+        self, raw: object, where: str, unused_keys: Counter[str] | None = None
     ) -> Example:
         """Encode a record of any kind: one row for each of its chats."""
         example = tuple(
             replace(self.encode_chat(chat), is_rejected=is_rejected)
-            for chat, is_rejected in self.chats(raw, where, passed)
+            for chat, is_rejected in self.chats(raw, where, unused_keys)
         )
         if self.kind in ("pair", "rated_pair", "label"):
             _check_weights(example, where)
@@ -89,13 +89,13 @@ class Reader:
         return sample
 
     def chats(
-        self, raw: object, where: str, passed: Counter[str] | None = None
+        self, raw: object, where: str, unused_keys: Counter[str] | None = None
     ) -> list[tuple[Record, bool]]:
         """Parse a record of any kind. Return its chats, each with whether it is rejected."""
         if self.kind in ("chat", "prompt"):
-            return [(self.parse(raw, where, passed), False)]
+            return [(self.parse(raw, where, unused_keys), False)]
         counts = Counter[str]()
-        parse, ignored = partial(self.parse, passed=counts), self.encoder.cfg.ignore_keys
+        parse, ignored = partial(self.parse, unused_keys=counts), self.encoder.cfg.ignore_keys
         with within(where):
             if isinstance(self.kind, RetrievalForm):
                 chats = parse_retrieval(raw, parse, self.kind, ignored)
@@ -104,15 +104,15 @@ class Reader:
             else:
                 read = parse_pair if self.kind == "pair" else parse_labelled
                 chats = read(raw, parse, ignored)
-        if passed is not None:
-            passed.update({*counts})  # a key counts once for a record
+        if unused_keys is not None:
+            unused_keys.update({*counts})  # a key counts once for a record
         places = [": ".join(filter(None, (where, chat.where))) for chat, _ in chats]
         return [
             (replace(chat, where=place), is_rejected)
             for place, (chat, is_rejected) in zip(places, chats, strict=True)
         ]
 
-    def parse(self, raw: object, where: str, passed: Counter[str] | None = None) -> Record:
+    def parse(self, raw: object, where: str, unused_keys: Counter[str] | None = None) -> Record:
         """Parse a raw record of one chat."""
         cfg = self.encoder.cfg
         record = parse_record(
@@ -121,7 +121,7 @@ class Reader:
             cfg.ignore_keys,
             strict=cfg.unknown_keys == "refuse",
             lone_marks=cfg.lone_marks,
-            passed=passed,
+            unused_keys=unused_keys,
             caption_prompt=cfg.caption_prompt,
             prompts_only=self.prompts_only,
         )

@@ -113,7 +113,7 @@ class Row:
     teacher_ids_NJ: Tensor | None = None
     teacher_log_probs_NR: Tensor | None = None
     targets: Tensor | None = None
-    joined: tuple[JoinedPixels, ...] = ()  # see joined_pictures.py
+    joined: tuple[JoinedPixels, ...] = ()
     # place_row adds them, and a copy with other fields lacks them: tokens, targets and positions as
     # int32 in one table to be copied at once, and COLUMNS and values that a loss reads by name.
     tokens_S5: np.ndarray = field(init=False, repr=False, compare=False)
@@ -317,7 +317,7 @@ def without_targets(row: Row) -> Row:
     return replace(row, labels_S=torch.full_like(row.ids_S, IGNORE), targets=None, **changes)
 
 
-def cut_row(row: Row, end: int, tokens: Tokens, begin: int = 0) -> Row:
+def slice_row(row: Row, end: int, tokens: Tokens, begin: int = 0) -> Row:
     """Return the row's tokens from `begin` to `end`, with the images and videos that end there."""
     visuals = dict[str, Any]()
     for token, names in zip((tokens.image_id, tokens.video_id), GRID_OF.items(), strict=True):
@@ -348,7 +348,7 @@ def prompt_parts(row: Row, size: int, tokens: Tokens) -> list[Row]:
         within = places[(places > ends[-1]) & (places <= ends[-1] + size)]
         ends.append(int(within[-1] if len(within) else places[places > ends[-1]][0]))
     return [
-        cut_row(row, end, tokens, begin).with_table(row.tokens_S5[begin:end], {})
+        slice_row(row, end, tokens, begin).with_table(row.tokens_S5[begin:end], {})
         for begin, end in pairwise(ends)
     ]
 

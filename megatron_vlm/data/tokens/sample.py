@@ -23,7 +23,7 @@ class Sample:
     video_grids: tuple[Grid, ...] = ()
     weights_S: np.ndarray | None = None  # float32
     is_rejected: bool = False  # the worse answer of a pair, or one that is labelled as bad
-    is_cut: bool = False  # data.truncation has cut its end off
+    is_truncated: bool = False  # data.truncation has cut its end off
 
     @property
     def num_supervised(self) -> int:
@@ -75,7 +75,7 @@ class Span:
     end: int
 
 
-def cut_sample(
+def truncate(
     sample: Sample, spans: Sequence[Span], max_tokens: int, max_images: int | None
 ) -> Sample:
     """Return the longest prefix within both limits that does not end inside an image. Images past
@@ -93,7 +93,7 @@ def cut_sample(
         sample.video_grids[: kinds.count("video")],
         None if sample.weights_S is None else uneven_weights(sample.weights_S[:end]),
         sample.is_rejected,
-        is_cut=True,
+        is_truncated=True,
     )
 
 

@@ -82,7 +82,7 @@ def stop_ids(folder: Path, ends: tuple[int, ...]) -> tuple[int, ...]:
     return (*ends, *(each.whole() for each in entries))
 
 
-def cut_special_tokens(
+def split_special_tokens(
     chat: Conversation, special: re.Pattern[str], mode: str
 ) -> tuple[Conversation, str]:
     """Cut in two every special token that the chat's text spells, or raise a DataError; `mode` is
@@ -109,8 +109,8 @@ def cut_special_tokens(
             '{"bbox_2d": [221, 423, 569, 886], "label": "dog"} in thousandths (docs/data.md)',
         )
     whole = "".join(texts)
-    cut = next((chr(code) for code in PRIVATE_USE if chr(code) not in whole), None)
-    if cut is None:
+    mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in whole), None)
+    if mark is None:
         raise DataError(
             f": the text contains {hit[0]} and every character from U+E000 to U+F8FF, so "
             "that none is left to escape it with",
@@ -119,7 +119,7 @@ def cut_special_tokens(
         )
 
     def escape(text: str) -> str:
-        return special.sub(lambda match: match[0][0] + cut + match[0][1:], text)
+        return special.sub(lambda match: match[0][0] + mark + match[0][1:], text)
 
     turns = tuple(
         replace(
@@ -132,7 +132,7 @@ def cut_special_tokens(
         )
         for turn in chat.turns
     )
-    return Conversation(chat.where, turns, _map(chat.tools, escape)), cut
+    return Conversation(chat.where, turns, _map(chat.tools, escape)), mark
 
 
 def _strings(value: Any) -> list[str]:

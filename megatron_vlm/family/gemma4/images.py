@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
-from megatron_vlm.family.frame_resize import resize_frame
+from megatron_vlm.family.images import resize_frame
 from megatron_vlm.family.processor_files import read_processor
 from megatron_vlm.family.video_plan import Grid
 

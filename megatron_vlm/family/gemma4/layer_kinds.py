@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_vlm.family.attention_limits import WIDEST_OF_FLASH
 from megatron_vlm.family.decoder_layers import (
+    WIDEST_OF_FLASH,
     Attention,
     ByExpert,
     DenseMLP,

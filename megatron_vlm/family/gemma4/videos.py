@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.frame_resize import resize_frame
 from megatron_vlm.family.gemma4.chat import CHAT
 from megatron_vlm.family.gemma4.images import Gemma4Images, read_fixed, refuse_given, spread
+from megatron_vlm.family.images import resize_frame
 from megatron_vlm.family.video_plan import VideoInfo, VideoOptions, VideoPlan
 
 _ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")

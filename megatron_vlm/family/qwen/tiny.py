@@ -47,13 +47,13 @@ def _change_weights(model: Any, spec: TinySpec) -> None:
             weight.copy_(torch.randn(weight.shape, generator=generator.manual_seed(spec.seed)))
 
 
-def _add_draft_head(weights: Path, sizes: ModelSizes, layers: int, seed: int) -> None:
-    """Add the tensors of a head for drafts ("multi-token prediction"), which transformers leaves
+def _add_mtp_head(weights: Path, sizes: ModelSizes, layers: int, seed: int) -> None:
+    """Add the tensors of an MTP head ("multi-token prediction"), which transformers leaves
     out: a product that joins two hidden states, and layers of full attention."""
-    assert sizes.drafts is not None
-    params = list(sizes.drafts.params(sizes.text.hidden))
+    assert sizes.mtp is not None
+    params = list(sizes.mtp.params(sizes.text.hidden))
     shapes = {
-        sizes.drafts.prefix + tensor.name.replace("layers.0.", f"layers.{number}."): tensor.shape
+        sizes.mtp.prefix + tensor.name.replace("layers.0.", f"layers.{number}."): tensor.shape
         for number in range(layers)
         for tensor in chain.from_iterable(param.tensors for param in params)
     }
@@ -219,12 +219,12 @@ def write_processor(out: Path, spec: TinySpec) -> None:
 
 def tiny_parts(*sizes_of: Callable[[PretrainedConfig], ModelSizes]) -> TinyParts:
     """Return what a family has in a tiny checkpoint. `sizes_of`, of the models without and with
-    experts, is given if they may have a head for drafts."""
+    experts, is given if they may have an MTP head."""
 
     def add_files(out: Path, spec: TinySpec, config: PretrainedConfig) -> None:
         if spec.mtp_layers and sizes_of:
             sizes = sizes_of[bool(spec.experts)](config)
-            _add_draft_head(out / "model.safetensors", sizes, spec.mtp_layers, spec.seed)
+            _add_mtp_head(out / "model.safetensors", sizes, spec.mtp_layers, spec.seed)
         write_processor(out, spec)
 
     fp32 = (".linear_attn.A_log", ".linear_attn.norm.weight")

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.frame_resize import resize_frame
-from megatron_vlm.family.images import check_aspect
+from megatron_vlm.family.images import check_aspect, resize_frame
 from megatron_vlm.family.processor_files import read_processor
 from megatron_vlm.family.qwen.chat import CHAT
 from megatron_vlm.family.qwen.images import PatchSizes, smart_resize

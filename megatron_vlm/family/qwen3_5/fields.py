@@ -43,7 +43,7 @@ def _top(base: KnownFields, model_type: str) -> KnownFields:
 
 
 def _text(base: KnownFields, model_type: str, **carried_out: Rule) -> KnownFields:
-    # transformers sets the first two; the tensors of the head for drafts show that there is one.
+    # transformers sets the first two; the tensors of the MTP head show that there is one.
     idle = ("base_model_tp_plan", "ignore_keys_at_rope_validation", "mtp_num_hidden_layers")
     without = (
         *("partial_rotary_factor", "sliding_window", "use_sliding_window"),

@@ -62,7 +62,7 @@ def qwen3_5_sizes(config: PretrainedConfig) -> ModelSizes:
     """Return everything that the rest of the package needs from config.json, without experts."""
     check_fields(config, QWEN3_5_FIELDS, _layers_fit)
     text = _text_sizes(config, decoder_layers.DenseMLP(config.text_config.intermediate_size))
-    return _with_draft_head(model_sizes(config, text, Qwen3_5VisionModel))
+    return _with_mtp_head(model_sizes(config, text, Qwen3_5VisionModel))
 
 
 def qwen3_5_moe_sizes(config: PretrainedConfig) -> ModelSizes:
@@ -76,22 +76,22 @@ def qwen3_5_moe_sizes(config: PretrainedConfig) -> ModelSizes:
         text.shared_expert_intermediate_size,
     )
     sizes = model_sizes(config, _text_sizes(config, experts), Qwen3_5MoeVisionModel)
-    return _with_draft_head(sizes)
+    return _with_mtp_head(sizes)
 
 
-def _with_draft_head(sizes: ModelSizes) -> ModelSizes:
-    """Return the sizes with the head for drafts, whose layer has full attention, and the shapes of
+def _with_mtp_head(sizes: ModelSizes) -> ModelSizes:
+    """Return the sizes with the MTP head, whose layer has full attention, and the shapes of
     its tensors outside of the layer."""
     attention = sizes.text.attentions[0]
     full = next(layer for layer in sizes.text.layers if layer.mixer is attention)
-    drafts = decoder_layers.DraftHeadSpec(full)
+    drafts = decoder_layers.MtpHeadSpec(full)
     shapes = {
         drafts.prefix + tensor.name: tensor.shape
         for param in drafts.params(sizes.text.hidden)
         for tensor in param.tensors
         if not tensor.name.startswith("layers.")
     }
-    return replace(sizes, passthrough=shapes, drafts=drafts)
+    return replace(sizes, passthrough=shapes, mtp=drafts)
 
 
 def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
@@ -131,7 +131,7 @@ def _text_sizes(config: PretrainedConfig, ffn: decoder_layers.FeedForward) -> Te
     )
 
 
-# The head for drafts, which is copied unless it is trained (model.mtp).
+# The MTP head, which is copied unless it is trained (model.mtp).
 _PASSTHROUGH = ("mtp.*",)
 
 _TINY = tiny_parts(qwen3_5_sizes, qwen3_5_moe_sizes)

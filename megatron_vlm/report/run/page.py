@@ -14,7 +14,7 @@ from megatron_vlm.errors import show_value
 from megatron_vlm.io.printable import number, short_name, show_count, time_spent
 from megatron_vlm.report.bench_table import bench_section
 from megatron_vlm.report.metrics_lines import EventLine, StartLine, UsageLine
-from megatron_vlm.report.run import curves
+from megatron_vlm.report.run import chart_plans
 from megatron_vlm.report.run.examples import answer_section, example_section
 from megatron_vlm.report.run.metrics_arrays import CUT_OFF, SCORES, LoggedRun, RunMetrics, best_of
 from megatron_vlm.report.run.rl_samples import SampleIndex, sample_cards
@@ -41,10 +41,10 @@ def run_report(run: LoggedRun, folder: Path, samples: SampleIndex | None = None)
     learnt = _sample_tiles(metrics) if metrics.samples else _loss_tiles(metrics)
     tiles = Tiles([*learnt, *_score_tiles(metrics), *_run_tiles(metrics)])
     sections = [
-        *curves.sample_section([run]),
+        *chart_plans.sample_section([run]),
         *sample_cards(metrics, folder, samples),
-        *curves.curve_section([run]),
-        *curves.score_section([run]),
+        *chart_plans.curve_section([run]),
+        *chart_plans.score_section([run]),
         *bench_section(folder),
         *_usage(metrics),
         *example_section(folder / "examples.json"),
@@ -93,8 +93,8 @@ def _score_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
         strict = next((score for score in answers if best_of(evaluations, score)), "loss")
         for score in dict.fromkeys(("reward", "loss", strict)):
             if (best := best_of(evaluations, score)) is not None:
-                what = f"best {name} {curves.CURVE_NAMES[score]}, step {best.step:,}"
-                scores.append((curves.score_text(score, best.score(score)), what))
+                what = f"best {name} {chart_plans.CURVE_NAMES[score]}, step {best.step:,}"
+                scores.append((chart_plans.score_text(score, best.score(score)), what))
     yield from scores[:_MAX_SCORES]
 
 
@@ -232,9 +232,9 @@ def _sections(runs: Sequence[LoggedRun], folders: Sequence[Path]) -> Iterator[Se
         yield Table(("key", *(run.name for run in runs)), rows)
     else:
         yield Note("None but the folder.", "quiet")
-    yield from curves.sample_section(runs)
-    yield from curves.curve_section(runs)
-    yield from curves.score_section(runs)
+    yield from chart_plans.sample_section(runs)
+    yield from chart_plans.curve_section(runs)
+    yield from chart_plans.score_section(runs)
     names = (run.name for run in runs)
     yield from answer_section(dict(zip(names, folders, strict=True)))
 
@@ -245,7 +245,7 @@ def _run_table(runs: Sequence[LoggedRun]) -> Table:
     figures = (
         *("steps", "last loss", "best loss"),
         *(["last mean reward", "best mean reward"] * rewarded),
-        *(f"best {s} {curves.CURVE_NAMES[k]}" for s, k in scores),
+        *(f"best {s} {chart_plans.CURVE_NAMES[k]}" for s, k in scores),
         *("tokens per second", "time in steps", "layout", "started"),
     )
     caption = "Best values name their step. Best losses are those of the smoothed curves."
@@ -286,7 +286,7 @@ def _scores(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
     return [
         (name, score)
         for name in sets
-        for score in curves.CURVE_NAMES
+        for score in chart_plans.CURVE_NAMES
         if any(best_of(run.metrics.sets().get(name, []), score) for run in runs)
     ]
 
@@ -307,8 +307,8 @@ def _tiles(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, str]]:
         value, best, run = SCORES[score](
             ((e.score(score), e, run) for e, run in results if e is not None), key=lambda f: f[0]
         )
-        what = f"best {name} {curves.CURVE_NAMES[score]}: {run.name}, step {best.step:,}"
-        yield curves.score_text(score, value), what
+        what = f"best {name} {chart_plans.CURVE_NAMES[score]}: {run.name}, step {best.step:,}"
+        yield chart_plans.score_text(score, value), what
     fast = [run for run in runs if math.isfinite(run.metrics.tokens_per_s)]
     if fast:
         run = max(fast, key=lambda run: run.metrics.tokens_per_s)
@@ -329,7 +329,7 @@ def _column(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -
         if best_line is None:
             cells.append("-")
         else:
-            value = curves.score_text(score, best_line.score(score))
+            value = chart_plans.score_text(score, best_line.score(score))
             cells.append(_value_at_step(value, best_line.step))
     total = f"/{start.total_steps:,}" if start is not None else ""
     return (

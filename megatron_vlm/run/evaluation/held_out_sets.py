@@ -18,7 +18,7 @@ from megatron_vlm.data.batches.order import Order, order_of_all
 from megatron_vlm.data.records.formats import OnlyAsksError
 from megatron_vlm.data.records.keys import references_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch, batch_of, rows_of
-from megatron_vlm.data.tokens.row import Row, cut_row
+from megatron_vlm.data.tokens.row import Row, slice_row
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import show_count
 from megatron_vlm.training.data_feed import SharedBatches, open_together, share_bytes, share_json
@@ -195,7 +195,7 @@ def question_of(data: DataSet, handle: Handle) -> Question:
     ids = sample.ids_S[start:end].tolist()
     if ids and ids[-1] in reader.encoder.renderer.end_ids:
         ids.pop()
-    prompt = cut_row(data.row(handle), start, reader.tokens)
+    prompt = slice_row(data.row(handle), start, reader.tokens)
     return Question(handle, prompt, tuple(ids), references_of(data.raw(handle)))
 
 

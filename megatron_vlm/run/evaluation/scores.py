@@ -31,9 +31,8 @@ from megatron_vlm.run.evaluation.answer_metrics import Answer, AnswerMeter
 from megatron_vlm.run.evaluation.held_out_sets import Alive, EvalSet, Question
 from megatron_vlm.training.generate import candidate_log_probs, generate
 from megatron_vlm.training.pipeline import Stage
-from megatron_vlm.training.row_losses import listwise, pointwise
+from megatron_vlm.training.row_losses import FIGURES, listwise, pointwise
 from megatron_vlm.training.row_objectives import (
-    FIGURES,
     EmbeddingObjective,
     PreferenceObjective,
     RerankObjective,

@@ -1,4 +1,4 @@
-# .venv/bin/python -m pytest -m full tests/model/test_draft_mutants.py
+# .venv/bin/python -m pytest -m full tests/model/test_mtp_mutants.py
 """The comparison of a head for drafts with the formula notices each fault that the trainers of
 others have, or could have."""
 
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.model import draft_head
+from megatron_vlm.model import mtp_head
 from megatron_vlm.model.carry import Carry
-from megatron_vlm.model.draft_head import DraftHead
+from megatron_vlm.model.mtp_head import MtpHead
 from megatron_vlm.model.stage_model import StageModel
-from megatron_vlm.training.draft_loss import DraftTerm
-from tests.model.test_draft_head import EXPERTS, FAMILY, TOLERANCE
+from megatron_vlm.training.mtp_loss import MtpTerm
+from tests.model.test_mtp_head import EXPERTS, FAMILY, TOLERANCE
 from tests.model.test_parity import layout
 from tests.support.batches import MIXED, make_rows
 from tests.support.comparison import relative_errors, same
@@ -33,8 +33,8 @@ DRAFTING = StageModel._drafting
 
 def head(change: Callable[..., tuple[Any, ...]]) -> Any:
     """Return a mutant whose head reads other inputs than it should."""
-    right = DraftHead.forward
-    return mock.patch.object(DraftHead, "forward", lambda self, *x: right(self, *change(*x)))
+    right = MtpHead.forward
+    return mock.patch.object(MtpHead, "forward", lambda self, *x: right(self, *change(*x)))
 
 
 def drafting(wrong: Callable[..., Any]) -> Any:
@@ -65,9 +65,9 @@ def placeholders(self: StageModel, carry: Any, output: Any, ids: Any, given: Any
 
 def swapped() -> Any:
     name = "linear_with_grad_accumulation_and_async_allreduce"
-    right = getattr(draft_head, name)
+    right = getattr(mtp_head, name)
     wrong = lambda x, *more, **k: right(torch.cat(x.chunk(2, -1)[::-1], -1), *more, **k)  # noqa: E731
-    return mock.patch.object(draft_head, name, wrong)
+    return mock.patch.object(mtp_head, name, wrong)
 
 
 def text_carries_nothing() -> Any:
@@ -80,15 +80,15 @@ def text_carries_nothing() -> Any:
 
 
 def main_divisor() -> Any:
-    right = DraftTerm.added_to
+    right = MtpTerm.added_to
 
-    def wrong(self: DraftTerm, step: Any) -> Any:
+    def wrong(self: MtpTerm, step: Any) -> Any:
         grid, counts = self.stage.grid, [batch.num_supervised for batch in self.batches]
         sums = grid.sum_of_replicas
         with mock.patch.object(type(grid), "sum_of_replicas", lambda *_: sums(*[sum(counts)] * 2)):
             return right(self, step)
 
-    return mock.patch.object(DraftTerm, "added_to", wrong)
+    return mock.patch.object(MtpTerm, "added_to", wrong)
 
 
 ONE, TWO_STAGES = layout(), layout(pp=2)

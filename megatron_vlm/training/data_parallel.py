@@ -1,5 +1,6 @@
-"""Overlap of the replicas' collectives with other work: gradients are reduced during a backward,
-and new weights are gathered while the next forward starts.
+"""Data parallelism: wrapping of the model, reduction and the one normalisation of the gradients.
+Collectives overlap with other work: gradients are reduced during a backward, and new weights are
+gathered while the next forward starts.
 
 Megatron starts each collective when a bucket is complete, or when a module needs it. But a replica
 whose micro-batch has no images does not run the tower, so its order differs, and replicas would
@@ -10,8 +11,82 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel
-from torch import nn
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from torch import Tensor, nn
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.dims import overlaps, shards_optimizer
+from megatron_vlm.distributed.grid import GroupAxis, RankGroups
+from megatron_vlm.model.stage_model import StageModel
+
+
+def wrap_data_parallel(
+    cfg: Config, chunks: Sequence[StageModel], grid: RankGroups
+) -> list[DistributedDataParallel]:
+    """Wrap the chunks in Megatron's DDP, with fp32 gradient buffers."""
+    reduces_early, gathers_late = overlaps(cfg.parallel, grid.dp.size)
+    wrapped = [
+        DistributedDataParallel(
+            config=chunk.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=reduces_early,
+                overlap_param_gather=gathers_late,
+                use_distributed_optimizer=shards_optimizer(cfg.parallel, grid.dp.size),
+            ),
+            module=chunk,
+        )
+        for chunk in chunks
+    ]
+    # Megatron's schedules find these hooks on the model's config, which all chunks share.
+    config = chunks[0].config
+    reduces = [GradReduce(chunk) for chunk in wrapped if reduces_early]
+    config.finalize_model_grads_func = partial(finalize_grads, grid, reduces)
+    if reduces_early:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def finalize_grads(
+    grid: RankGroups,
+    reduces: "Sequence[GradReduce]",
+    chunks: list[DistributedDataParallel],
+    num_tokens: Tensor | None = None,
+    **kwargs: object,
+) -> None:
+    """Run Megatron's reductions, one of which sums the gradients of a tied embedding over the first
+    and the last stage; divide by the global token count; then reduce the tower's."""
+    for reduce in reduces:
+        reduce.begin_first()
+    megatron_finalize(chunks, **kwargs)
+    if num_tokens is not None:  # Megatron would divide by it, too, but wait to see that it is not 0
+        grid.from_last_stage(num_tokens)
+        dist.all_reduce(num_tokens, group=grid.dp.group)
+        for chunk in chunks:
+            chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
+    for reduce in reduces:
+        reduce.end()
+    all_reduce_tower_grads(chunks[0].module, grid.tp)
+
+
+def all_reduce_tower_grads(model: StageModel, tp: GroupAxis) -> None:
+    """Sum the tower's gradients over TP, where each TP rank encoded only its own images."""
+    if not (model.pre_process and model.share_images) or tp.size == 1:
+        return
+    works = [
+        dist.all_reduce(
+            param.main_grad,  # type: ignore[attr-defined]
+            group=tp.group,
+            async_op=True,
+        )
+        for param in model.vision_model.parameters()
+        if param.requires_grad
+    ]
+    for work in works:
+        work.wait()
 
 
 class GradReduce:
@@ -87,7 +162,7 @@ def _parts(model: Any) -> Iterator[nn.Module]:
         if hasattr(model, name):
             yield getattr(model, name)
     yield from model.decoder.layers
-    after = (getattr(model, name, None) for name in ("output_layer", "draft_head"))
+    after = (getattr(model, name, None) for name in ("output_layer", "mtp_head"))
     yield from (part for part in (model.decoder.final_layernorm, *after) if part is not None)
 
 

@@ -1,4 +1,4 @@
-"""Head for drafts of Qwen3.5 ("multi-token prediction"): at each place it guesses the token after
+"""MTP head of Qwen3.5 ("multi-token prediction"): at each place it guesses the token after
 the next one. It learns from the model's own distribution there, and nothing else learns from it.
 
 Shapes: S tokens (Megatron is sequence first), B rows, H width of the decoder, N supervised places,
@@ -23,8 +23,8 @@ from megatron_vlm.model.head import OutputLayer, Targets, top_events_head, top_t
 COMPARED = 64  # tokens of the model's own distribution that are compared one by one
 
 
-class DraftHead(nn.Module):
-    """Product, layer and norms of the head for drafts, in the last chunk of the model. Its weights
+class MtpHead(nn.Module):
+    """Product, layer and norms of the MTP head, in the last chunk of the model. Its weights
     are unset."""
 
     def __init__(
@@ -59,8 +59,9 @@ class DraftHead(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states [N, H] of guesses of the targets of supervised places, from the
         decoder's input and its output after the final norm, and whether each is a guess. A place
-        reads the input of the next one, and so the place before guesses a place's target. The first
-        place of a row has none before it."""
+        reads the input of the next one: the guess at place 3 reads the hidden state there and the
+        input of place 4, and is compared with the target of place 4, which is token 5. So the guess
+        of a supervised place is that of the place before; the first one of a row has none."""
         next_SBH = torch.cat([input_SBH[1:], torch.zeros_like(input_SBH[:1])])
         both = self.pre_fc_norm_embedding(next_SBH), self.pre_fc_norm_hidden(hidden_SBH)
         # It never rounds the weight's gradient to bf16, as in the decoder's layers.
@@ -88,7 +89,7 @@ class DraftHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class DraftEvents:
+class MtpEvents:
     """Distributions of the token after the next one, at each supervised place. Only the head for
     drafts gets a gradient from them."""
 
@@ -98,9 +99,9 @@ class DraftEvents:
     is_guess_N: Tensor  # false at the first place of a row, where the others mean nothing
 
 
-def draft_events(
+def mtp_events(
     guess_NH: Tensor, is_guess_N: Tensor, own_NH: Tensor, layer: OutputLayer
-) -> DraftEvents:
+) -> MtpEvents:
     """Compare the guesses with the model's own distribution, over its most likely tokens and
     all others together."""
     frozen = replace(layer, is_frozen=True)
@@ -113,4 +114,4 @@ def draft_events(
     guess_NR = frozen.predict_events(guess_NH, none.ids_M, own.top_ids_NJ)[1]
     is_best_NJ = own.top_ids_NJ == best_N1
     accepted_N = (own.events_NR[:, :-1].exp() * is_best_NJ).sum(1)
-    return DraftEvents(guess_NR, own.events_NR, accepted_N, is_guess_N)
+    return MtpEvents(guess_NR, own.events_NR, accepted_N, is_guess_N)

@@ -1,5 +1,6 @@
-"""Export of weights: a copy of the source checkpoint with new values. The files do not depend on
-the layout that trained them."""
+"""Writing of an export: a copy of the source checkpoint with new values, in files that do not
+depend on the layout that trained them. Tensors keep the source's dtypes, and so does the field
+dtype of config.json: `copy_files` copies that file, and `untie` and others change other fields."""
 
 import json
 import shutil
@@ -9,113 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megatron_vlm.distributed.agreement import fail_together
-from megatron_vlm.distributed.collectives import receive_json, send_json
-from megatron_vlm.distributed.grid import GroupAxis, RankGroups
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.checkpoint_files import copy_files, remove_quantization, set_score_class, untie
-from megatron_vlm.hf.export_folder import ExportMark, check_replaceable, finish_mark, is_replaceable
+from megatron_vlm.hf.export_mark import ExportMark, check_replaceable, finish_mark, is_replaceable
+from megatron_vlm.hf.gather_weights import write_gathered
 from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, WEIGHTS_FILE, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
 from megatron_vlm.hf.retrieval_files import write_retrieval_files
-from megatron_vlm.hf.weight_map import Entry, Origin, exported_names
+from megatron_vlm.hf.weight_map import Entry, exported_names
 from megatron_vlm.io.atomic import MARK, asides_of, begin, discard, put_in_place, sync
 
-_DTYPE_OF = {str(dtype): dtype for dtype in FLOATS.values()}
 _MAX_SHARD_BYTES = 5 * 10**9
 ChangeFolder = Callable[[HFCheckpoint, Path], None]  # gives a written folder another form
-
-
-def gather_tensors(
-    held: Mapping[Entry, nn.Parameter],
-    table: Sequence[Entry],
-    grid: RankGroups,
-    value_of: Callable[[nn.Parameter], Tensor] = lambda param: param.data,
-    of: Callable[[Entry], bool] = lambda entry: entry.origin is Origin.hub,
-    on_host: bool = True,
-) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield every tensor of a Hugging Face checkpoint, one at a time. The first rank of each
-    replica gets its value, on the host or on its device, and the others get None. `of` chooses
-    other entries. This is a collective: all ranks iterate."""
-    stage = grid.pp.rank
-    device = next(iter(held.values())).device
-    for entry in table:
-        if not of(entry):
-            continue
-        tensors: list[Tensor] = []
-        if stage == entry.stage:
-            value = value_of(held[entry]).detach().contiguous()
-            parts = grid.gather(entry.layout.cut, value)
-            tensors = entry.layout.save(parts) if grid.tp.rank == 0 else []
-        if entry.stage != 0 and grid.tp.rank == 0 and stage in (0, entry.stage):
-            tensors = _send_to_first(tensors, entry.stage, grid.pp, device)
-        for index, name in enumerate(entry.names):
-            if not grid.leads:
-                yield name, None
-            else:
-                yield name, tensors[index].cpu() if on_host else tensors[index]
-
-
-def write_gathered(
-    held: Mapping[Entry, nn.Parameter],
-    table: Sequence[Entry],
-    grid: RankGroups,
-    write: Callable[[Iterator[tuple[str, Tensor | None]]], None],
-    of: Callable[[Entry], bool] = lambda entry: entry.origin is Origin.hub,
-) -> None:
-    """Call `write` on global rank 0 with the tensors of `gather_tensors`. This is a collective."""
-    # The replicas that share experts with the first one send their tensors.
-    named = gather_tensors(held, table, grid, of=of) if grid.edp.rank == 0 else iter(())
-    with fail_together(CheckpointError):
-        try:
-            if grid.dp.rank == 0 and grid.leads:
-                write(named)
-        finally:
-            for _ in named:  # the other ranks send their tensors even if writing the files failed
-                pass
-
-
-def stored_tensors(
-    held: Mapping[Entry, nn.Parameter],
-    source: HFCheckpoint,
-    table: Sequence[Entry],
-    grid: RankGroups,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor as `export_hf` writes it, one at a time, on the device of global rank 0,
-    and nothing on the other ranks. This is a collective: all ranks iterate to the end."""
-    named = gather_tensors(held, table, grid, on_host=False) if grid.edp.rank == 0 else iter(())
-    is_first = grid.dp.rank == 0 and grid.leads
-    for name, tensor in named:
-        if tensor is not None and is_first:
-            for stored_name, value in _as_stored(name, tensor, source):
-                yield stored_name, value.to(FLOATS[source.tensors[stored_name].dtype])
-    if is_first:
-        yield from source.read_passthrough()
-
-
-def _send_to_first(
-    tensors: list[Tensor], source: int, stages: GroupAxis, device: torch.device
-) -> list[Tensor]:
-    """Send an entry's tensors from the stage that holds them to stage 0."""
-    ranks, group = dist.get_process_group_ranks(stages.group), stages.group
-    if stages.rank == source:
-        shapes = [(tensor.shape, str(tensor.dtype)) for tensor in tensors]
-        send_json(shapes, ranks[0], group, device)
-        for tensor in tensors:
-            dist.send(tensor.contiguous(), ranks[0], group=group)
-        return tensors
-    result = [
-        torch.empty(shape, dtype=_DTYPE_OF[name], device=device)
-        for shape, name in receive_json(ranks[source], group, device)
-    ]
-    for tensor in result:
-        dist.recv(tensor, ranks[source], group=group)
-    return result
 
 
 def export_hf(
@@ -156,7 +67,7 @@ def write_folder(
         for name, tensor in named:
             assert tensor is not None
             check_finite(name, tensor, out)
-            for stored_name, value in _as_stored(name, tensor, source):
+            for stored_name, value in source.as_stored(name, tensor):
                 dtype = FLOATS[source.tensors[stored_name].dtype]
                 writer.add(stored_name, value.to(dtype, copy=True).contiguous())
         for name, tensor in source.read_passthrough():
@@ -262,28 +173,13 @@ def write_index(folder: Path, total_bytes: int, shard_of: Mapping[str, str]) -> 
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _names_of(name: str, source: HFCheckpoint) -> list[str]:
-    """Return the names under which a tensor is stored: a tied embedding also as the head, where the
-    source does so, and experts in the source's form."""
-    names = source.sizes.names
-    if name == names.embedding and source.sizes.tied and names.head in source.tensors:
-        return [name, names.head]
-    return list(source.form_of(name).stored(name, source.sizes.shapes[name]))
-
-
-def _as_stored(name: str, tensor: Tensor, source: HFCheckpoint) -> Iterator[tuple[str, Tensor]]:
-    """Return a tensor under the names and in the form in which the source stores it."""
-    names, values = _names_of(name, source), source.form_of(name).split(name, tensor)
-    return zip(names, values * (len(names) // len(values)), strict=True)
-
-
 def plan_shards(
     source: HFCheckpoint, names: Sequence[str], max_bytes: int
 ) -> tuple[dict[str, str], int]:
     """Assign tensors to shards in the order of their names, so that one shard after the other
     is complete. Return each tensor's shard and the total size."""
     number, filled, total, numbers = 0, 0, 0, {}
-    infos = [(name, source.tensors[name]) for each in names for name in _names_of(each, source)]
+    infos = [(name, source.tensors[name]) for each in names for name in source.stored_names(each)]
     for name, info in [*infos, *sorted(source.passthrough.items())]:
         size = info.num_bytes
         if filled and filled + size > max_bytes:

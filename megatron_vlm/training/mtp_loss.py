@@ -1,4 +1,4 @@
-"""Loss of a head for drafts: the forward KL divergence of its guesses from the model's own
+"""Loss of an MTP head: the forward KL divergence of its guesses from the model's own
 distribution. It is a mean over all guesses of the global batch, also where the model's loss has
 another divisor.
 """
@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.distributed.host_copies import LateFigures
+from megatron_vlm.distributed.host_copies import DeferredFigures
 from megatron_vlm.model.head import HeadOutput
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 from megatron_vlm.training.stage_inputs import StageInput
 from megatron_vlm.training.token_losses import generalized_jsd
 
 
-class DraftTerm:
+class MtpTerm:
     """The loss of one forward_backward. Every gradient of the step is divided in the end by what
     divides the model's loss, so this loss is multiplied by that first."""
 
@@ -41,22 +41,22 @@ class DraftTerm:
 
         def read(read_loss: Any, output: HeadOutput) -> Any:
             loss, *rest = read_loss(output)
-            events = output.drafts
+            events = output.mtp
             loss_N = generalized_jsd(events.guess_NR, events.own_NR, beta=0)
             values_2N = torch.stack([loss_N, events.accepted_N]) * events.is_guess_N
             self.sums += values_2N.detach().double().sum(1)
             return loss + scale * values_2N[0].sum(), *rest
 
-        def with_drafts(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+        def step_with_mtp(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
             output, read_loss = step(data, chunk)
             return output, partial(read, read_loss)
 
-        return with_drafts
+        return step_with_mtp
 
-    def values(self) -> LateFigures:
+    def values(self) -> DeferredFigures:
         """Return each figure, after a backward. A collective."""
         grid = self.stage.grid
         if grid.is_last_stage:
             dist.all_reduce(self.sums, group=grid.dp.group)
         grid.from_last_stage(self.sums)
-        return LateFigures(self.sums / self.guesses)
+        return DeferredFigures(self.sums / self.guesses)

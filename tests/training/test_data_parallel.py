@@ -1,4 +1,4 @@
-# .venv/bin/python -m pytest tests/training/test_comm_overlap.py
+# .venv/bin/python -m pytest tests/training/test_data_parallel.py
 """Tests of weights that are gathered behind other work. Every reader gets the same weights as after
 a gather within the step. The model has many buckets, as a real model has, and images on one replica
 only: there the replicas' backward passes complete the buckets in different orders."""
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_vlm.checkpoint.run_checkpoints import step_folder
 from megatron_vlm.checkpoint.save_load import load, save
-from megatron_vlm.hf.export_weights import gather_tensors
-from megatron_vlm.training import optimizer
+from megatron_vlm.hf.gather_weights import gather_tensors
+from megatron_vlm.training import data_parallel
 from megatron_vlm.training.worker import MegatronWorker
 from tests.checkpoint.test_checkpoint import whole
 from tests.model.test_parity import layout
@@ -41,8 +41,8 @@ def begin_late(worker: MegatronWorker) -> None:
 
 def read_after_steps(path: str, case: Case, out: Path) -> dict[str, Any]:
     """Return the values that each reader of weights gets right after a step."""
-    buckets = partial(optimizer.DistributedDataParallelConfig, bucket_size=30_000)
-    with mock.patch.object(optimizer, "DistributedDataParallelConfig", buckets):
+    buckets = partial(data_parallel.DistributedDataParallelConfig, bucket_size=30_000)
+    with mock.patch.object(data_parallel, "DistributedDataParallelConfig", buckets):
         worker = MegatronWorker(case.config(path))
     assert not worker.grid.first or len(worker.stage.wrapped[0].bucket_groups) > 3
     assert bool(worker.gather.groups) == case.parallel["overlap_param_gather"]

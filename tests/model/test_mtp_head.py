@@ -1,4 +1,4 @@
-# .venv/bin/python -m pytest tests/model/test_draft_head.py
+# .venv/bin/python -m pytest tests/model/test_mtp_head.py
 """A head for drafts that is trained (model.mtp): its loss and every gradient equal the formula's in
 fp64, at each layout, and the model's own gradients are, bit for bit, those without it."""
 
@@ -156,7 +156,8 @@ def clipped(path: str, case: Case, rows: list[Row]) -> tuple[float, float]:
     norm = worker.optim_step()[0]
     weights = main_weights(worker.optimizer, worker.held.values())
     parts = {each.param: each.main.grad for each in weights}
-    once = {p for e, p in worker.held.items() if e.layout.cut == "tp" or not worker.grid.tp.rank}
+    is_first, held = not worker.grid.tp.rank, worker.held.items()
+    once = {p for e, p in held if is_first or e.layout.shard_group == "tp"}
     total = torch.stack([x.square().sum() for p, x in parts.items() if p in once]).sum()
     dist.all_reduce(total, group=worker.grid.tp.group)
     return norm, float(total.sqrt())
