@@ -309,15 +309,17 @@ def test_a_failure_of_the_engine_ends_the_run(folder, model, tmp_path):
 
 
 def test_a_request_continues_the_longest_row():
-    """One answer was cut where another goes on."""
+    """One answer was cut where another goes on. A longer request of other tokens begins a row."""
 
     def row(*ids: int) -> Row:
         return Row(torch.tensor(ids), torch.full((len(ids),), IGNORE))
 
     episode = Episode(0, 0, 0, "here", {})
-    for prompt, ids in ((row(3), (5,)), (row(3), (5, 6)), (row(3, 5, 6, 7), (8,))):
+    prompts = row(3), row(3), row(3, 5, 6, 7), row(4, 5, 6, 7, 8, 9)
+    for prompt, ids in zip(prompts, ((5,), (5, 6), (8,), (1,)), strict=True):
         episode.add_request(prompt, Completion(ids, (-1.0,) * len(ids), "length"), "")
-    assert [each.ids for each in episode.segments] == [[3, 5], [3, 5, 6, 7, 8]]
+    rows = [each.ids for each in episode.segments]
+    assert rows == [[3, 5], [3, 5, 6, 7, 8], [4, 5, 6, 7, 8, 9, 1]]
 
 
 def test_pictures_of_tool_results_arrive(folder, model):
