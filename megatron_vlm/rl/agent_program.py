@@ -8,7 +8,7 @@ import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import httpx
@@ -33,7 +33,6 @@ _PYTHON = ("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _SHOWN = ("messages", "conversations", "conversation", "texts", "prompt")
 _PICTURES = ("image", "images", "video", "videos")
 _OUTPUT_BYTES = 2**16  # last bytes of each output of a program that are kept
-_LOOK_S = 0.02  # how often a program is looked at
 _LAST_S = 2.0  # seconds to read the output of a program that has ended
 _COMPLAINT = 2000  # characters of standard error in a message
 
@@ -117,58 +116,51 @@ async def _post(url: str, given: Mapping[str, Any]) -> tuple[int, str]:
     return answer.status_code, said
 
 
+class _Program(asyncio.SubprocessProtocol):
+    """A program: its exit, and the ends of what it has printed."""
+
+    def __init__(self) -> None:
+        self.printed = {1: b"", 2: b""}  # by file descriptor
+        # `Process.wait` waits for the outputs, too, in some Pythons. A process in a session of its
+        # own may keep them open after the exit.
+        self.has_exited, self.has_closed = asyncio.Event(), asyncio.Event()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.printed[fd] = (self.printed[fd] + data)[-_OUTPUT_BYTES:]
+
+    def process_exited(self) -> None:
+        self.has_exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.has_closed.set()
+
+
 async def _run(command: Sequence[str], given: bytes, more: Mapping[str, str]) -> str:
     """Return the end of a program's standard output. Its processes are killed when it has ended."""
     kept = {name: os.environ[name] for name in (*_KEPT, *_PYTHON) if name in os.environ}
-    pipe = asyncio.subprocess.PIPE
+    start = asyncio.get_running_loop().subprocess_exec
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            env={**kept, **more},
-            start_new_session=True,  # its own children end with it
-        )
+        own = {**kept, **more}
+        process, program = await start(_Program, *command, env=own, start_new_session=True)
     except OSError as error:
         raise AgentError(f"cannot be started: {error.strerror}") from None
-    assert process.stdin and process.stdout and process.stderr
-    outputs = [asyncio.create_task(_end_of(each)) for each in (process.stdout, process.stderr)]
+    stdin = process.get_pipe_transport(0)
+    assert isinstance(stdin, asyncio.WriteTransport)
     try:
-        with suppress(ConnectionError):  # it may read less
-            process.stdin.write(given)
-            await process.stdin.drain()
-        process.stdin.close()
-        await _exit_of(process)
+        stdin.write(given)
+        stdin.close()  # once it has read all
+        await program.has_exited.wait()
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await _exit_of(process)
-        # A process in a session of its own may keep them open.
-        await asyncio.wait(outputs, timeout=_LAST_S)
-        for each in outputs:
-            each.cancel()
-        process._transport.close()  # type: ignore[attr-defined]
-    texts = [b"" if each.cancelled() or not each.done() else each.result() for each in outputs]
-    said, complaint = (text.decode(errors="replace").strip() for text in texts)
-    if process.returncode:
+            os.killpg(process.get_pid(), signal.SIGKILL)
+        await program.has_exited.wait()
+        with closing(process), suppress(TimeoutError):
+            await asyncio.wait_for(program.has_closed.wait(), _LAST_S)
+    said, complaint = (end.decode(errors="replace").strip() for end in program.printed.values())
+    if status := process.get_returncode():
         shown = escape_controls(complaint[-_COMPLAINT:])
-        raise AgentError(f"ended with exit status {process.returncode}: {shown}".rstrip(": "))
+        raise AgentError(f"ended with exit status {status}: {shown}".rstrip(": "))
     return said
-
-
-async def _exit_of(process: asyncio.subprocess.Process) -> None:
-    """Wait for its exit. In some Pythons, `wait` waits for all processes with its outputs, too."""
-    while process.returncode is None:
-        await asyncio.sleep(_LOOK_S)
-
-
-async def _end_of(output: asyncio.StreamReader) -> bytes:
-    """Read an output to its end, and return its last bytes."""
-    kept = b""
-    while more := await output.read(2**16):
-        kept = (kept + more)[-_OUTPUT_BYTES:]
-    return kept
 
 
 def reward_of(value: Any) -> EnvStep:

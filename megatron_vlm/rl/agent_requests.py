@@ -20,6 +20,7 @@ from fastapi import APIRouter, FastAPI, Request
 from megatron_vlm.data.tokens.completions import Completion
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.sampler import SamplerError
+from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.rl.agent_program import reward_of
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode
@@ -83,9 +84,18 @@ class AgentEpisode:
         if name not in self.learnt:
             ids = ask.prompt.ids_S.tolist()
             self.learnt[name] = [(ids, each.ids) for each in completions]
-            for each in completions:
-                self.learn(ask.prompt, each)
+            try:
+                for each in completions:
+                    self.learn(ask.prompt, each)
+            except DataError as error:
+                raise self._end_run(error) from error
         return completions
+
+    def _end_run(self, error: MegatronVLMError) -> HttpError:
+        """End the run with an error of the engine, whose words are not for programs."""
+        with suppress(InvalidStateError):  # the episode has its reward
+            self.reward.set_exception(error)
+        return HttpError(500, "the engine has failed")
 
     def refusal(self) -> HttpError:
         """Return the error of a request after the last one."""
@@ -112,10 +122,8 @@ class AgentEpisode:
         )
         try:
             return await asyncio.gather(*asking)
-        except SamplerError as error:  # it ends the run, and not this request alone
-            with suppress(InvalidStateError):  # the episode has its reward
-                self.reward.set_exception(error)
-            raise
+        except SamplerError as error:
+            raise self._end_run(error) from error
 
 
 class AgentRequests:
@@ -126,7 +134,6 @@ class AgentRequests:
     ) -> None:
         self.loop, self.stops, self.bounds = loop, stops, bounds
         self.open: dict[str, AgentEpisode] = {}
-        self._asks: dict[str, tuple[SampleAsk, str]] = {}  # with their digests
 
     def of(self, key: str) -> AgentEpisode:
         """Return an episode in progress."""
@@ -151,15 +158,14 @@ class AgentRequests:
                 key="top_logprobs" if ask.top_sample else "echo",
                 remedy="leave it out; logprobs of the answer alone are returned",
             )
-        name, digest = secrets.token_hex(), hashlib.sha256(call.body).hexdigest()
-        self._asks[name] = ask, digest
-        return replace(call, request_id=name, body=b"")
+        return replace(call, parsed=(ask, hashlib.sha256(call.body).hexdigest()), body=b"")
 
     async def follow(
         self, request: Request, call: Call
     ) -> AsyncIterator[Samples | Sequence[Sequence[int]]]:
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        work = self.of(call.key).draw(*self._asks[call.request_id], is_retry)
+        ask, digest = call.parsed
+        work = self.of(call.key).draw(ask, digest, is_retry)
         drawing = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         try:
             while not (await asyncio.wait([drawing], timeout=_POLL_S))[0]:
@@ -172,7 +178,7 @@ class AgentRequests:
         yield Samples(as_sampled(completions, [None] * len(completions)))
 
     async def drop(self, call: Call) -> None:
-        self._asks.pop(call.request_id, None)
+        """Do nothing: nobody keeps a request, and its draw stays for a retry."""
 
     def drawn(self, key: str) -> DrawnAnswers:
         return [each for drawn in tuple(self.of(key).learnt.values()) for each in drawn]

@@ -44,7 +44,7 @@ class AgentServer:
         kind = engine_kind(cfg.engine.name)
         facts = ServerFacts(
             *((MODEL,), longest, MODEL, MODEL, __version__, None, "", sizes.text.vocab),
-            *(kind.has_grammars, kind.has_penalties),
+            *(kind.has_grammars, kind.has_penalties, True),
         )
         self.server = FrontServer(agent_app(self.requests, texts, self.limits, facts))
         self.port = self.server.start()

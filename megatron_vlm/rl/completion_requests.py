@@ -42,10 +42,6 @@ class CompletionQueue:
         self.sharing: dict[int, list[Awaited]] = {}  # prompts that others will ask for, too
         self.ready: list[Ready] = []
 
-    def enter(self, episodes: int) -> None:
-        """Add this number of episodes."""
-        self.playing += episodes
-
     async def leave(self, episode: int) -> None:
         """Remove an episode that has ended, with what it has asked for and nobody draws yet, and
         draw the round that has waited for it alone."""

@@ -113,10 +113,10 @@ class Episode:
         self.shown.append(row)
 
     def segment_of(self, prompt: Row) -> Segment | None:
-        """Return the segment that a prompt continues: all of its tokens and pictures begin the
-        prompt."""
+        """Return the longest segment that a prompt continues: all of its tokens and pictures begin
+        the prompt."""
         ids, pictures = prompt.ids_S.tolist(), _pixels_of([prompt])
-        for each in self.segments:
+        for each in sorted(self.segments, key=lambda segment: -len(segment.ids)):
             length, own = len(each.ids), _pixels_of(each.pictures)
             is_begun = length < len(ids) and ids[:length] == each.ids and len(own) <= len(pictures)
             # Episodes and requests that show the same picture have the same object.

@@ -25,11 +25,10 @@ from megatron_vlm.rl.agent_server import AgentServer
 from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.reward_model import ModelRewards
-from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.turn_tokens import TurnEncoder
 from megatron_vlm.training.expert_routing import check_table
 from megatron_vlm.user_code.environment import EnvStep, Opening
-from megatron_vlm.user_code.pool import NoRewards, RewardPool
+from megatron_vlm.user_code.pool import RewardPool
 
 
 @dataclass
@@ -38,7 +37,7 @@ class EpisodeRunner:
 
     cfg: Config
     data: DataSet
-    reward_pool: RewardPool | NoRewards
+    reward_pool: RewardPool
     views: RewardPool | None = None  # processes of teacher.view
     skipped: list[DataError] = field(default_factory=list)  # errors of skipped prompts
     begun: int = 0  # number of episodes so far
@@ -84,10 +83,6 @@ class EpisodeRunner:
             return turns[0][1]
         return "\n".join(f"{role}: {words}" for role, words in turns)
 
-    def right_answer(self, episode: Episode) -> str | None:
-        """Return the right answer of an episode's record, if that has one."""
-        return right_answer(episode.record, episode.where, self.data.readers[0])
-
     async def play(
         self, queue: CompletionQueue, handles: Sequence[Handle], step: int, first_group: int
     ) -> list[Group]:
@@ -102,7 +97,7 @@ class EpisodeRunner:
         ]
         if self.agents is not None:
             queue.places = self.cfg.rl.max_concurrent
-        queue.enter(sum(len(group.episodes) for group, _, _ in playing))
+        queue.playing += sum(len(group.episodes) for group, _, _ in playing)
         tasks = [asyncio.create_task(self._play_group(queue, *each, step)) for each in playing]
         try:
             await asyncio.gather(*tasks)

@@ -59,31 +59,22 @@ def sync_engine_weights(
 ) -> None:
     """Send the current weights to the engines: tensor by tensor, or as an adapter in `folder`. This
     is a collective; rank 0 has the engines, and all ranks raise its error."""
-    with fail_together(SamplerError):
-        _send_weights(worker, engines, version, folder)
-
-
-def _send_weights(
-    worker: MegatronWorker, engines: EngineThread | None, version: int, folder: Path
-) -> None:
     interrupt = worker.cfg.rl.interrupt
-    if not worker.cfg.lora.rank:
-        named = worker.named_weights()
-        if engines is None:
-            for _ in named:
-                pass
+    with fail_together(SamplerError):
+        if not worker.cfg.lora.rank:
+            named = worker.named_weights()
+            try:
+                if engines is not None:
+                    engines.submit(engines.engine.update(named, version, interrupt)).result()
+            finally:
+                for _ in named:  # all ranks give each tensor, also if an engine refused one
+                    pass
             return
-        try:
-            engines.submit(engines.engine.update(named, version, interrupt)).result()
-        finally:
-            for _ in named:  # the other ranks wait for each tensor, also if the engine refused one
-                pass
-        return
-    target = folder / f"adapter-{version}"
-    worker.export_hf(str(target), kind="adapter")
-    if engines is not None:
-        update = engines.engine.update(Adapter(str(target)), version, interrupt)
-        engines.submit(update).result()
-        for older in folder.glob("adapter-*"):
-            if older != target:
-                shutil.rmtree(older)
+        target = folder / f"adapter-{version}"
+        worker.export_hf(str(target), kind="adapter")
+        if engines is not None:
+            update = engines.engine.update(Adapter(str(target)), version, interrupt)
+            engines.submit(update).result()
+            for older in folder.glob("adapter-*"):
+                if older != target:
+                    shutil.rmtree(older)

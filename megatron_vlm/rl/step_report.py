@@ -17,6 +17,7 @@ from megatron_vlm.report.picture_uri import data_uri
 from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.policy_update import LogProbGap
+from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.rollouts import Rollout
 from megatron_vlm.rl.seen import BLIND, SeenScores
 from megatron_vlm.run.log import JsonLines
@@ -129,7 +130,7 @@ def _line(step: int, group: Group, episode_runner: EpisodeRunner) -> dict[str, A
         "step": step,
         "where": first.where,
         "question": group.question,
-        "right": episode_runner.right_answer(first),
+        "right": right_answer(first.record, first.where, episode_runner.data.readers[0]),
         "images": _images(first.shown[0], episode_runner),
         "episodes": [_episode(each, episode_runner) for each in group.episodes[:_MAX_EPISODES]],
     }

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +12,6 @@ from typing import Any
 from megatron_vlm.config.command_checks import needs_held_out_rewards
 from megatron_vlm.config.data_sources import EvalSource
 from megatron_vlm.config.evaluation_checks import has_agents, has_rewards, reward_model_of
-from megatron_vlm.config.schema import Config
 from megatron_vlm.config.teachers import needs_initial_model
 from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.batches.loader import BatchFigures, StepBatch
@@ -28,6 +27,7 @@ from megatron_vlm.rl.policy_engine import settings_of, sync_engine_weights
 from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, join_metrics
 from megatron_vlm.rl.rank_commands import RankCommands
 from megatron_vlm.rl.reward_model import ModelRewards
+from megatron_vlm.rl.right_answer import right_answer
 from megatron_vlm.rl.rollouts import Rollout, Rollouts
 from megatron_vlm.rl.seen import SeenScores
 from megatron_vlm.rl.step_report import SightWatch, SignalWatch, rl_line, write_sample_lines
@@ -43,48 +43,17 @@ from megatron_vlm.run.evaluation.held_out_sets import first_samples
 from megatron_vlm.run.run import Run
 from megatron_vlm.training.data_feed import open_together
 from megatron_vlm.training.worker import StepMetrics
-from megatron_vlm.user_code.pool import NoRewards, RewardPool, RewardSettings
+from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 
 _NUMBERS = 2**40  # episodes of each runner, whose numbers must differ in the pool
 
 
-@dataclass(frozen=True)
-class HeldOutPrompts:
-    """The prompts of each held-out set, on rank 0."""
-
-    runners: Mapping[str, EpisodeRunner]
-
-    @staticmethod
-    def open(run: Run) -> dict[str, DataSet]:
-        """Open the sets of data.eval as prompts, and return this rank's sets. A collective."""
-        if not needs_held_out_rewards(run.cfg):
-            return {}
-        sets = {each.name: _open(run, each) for each in run.cfg.data.eval}
-        return {name: data for name, data in sets.items() if data is not None}
-
-    @staticmethod
-    def with_pool(
-        cfg: Config, sets: Mapping[str, DataSet], pool: RewardPool | NoRewards
-    ) -> "HeldOutPrompts":
-        """Return the prompts with the rewards that judge their answers."""
-        # An answer is compared with no other here.
-        rl = replace(cfg.rl, samples=1, temperature=cfg.rl.eval_temperature)
-        return HeldOutPrompts(
-            {
-                name: EpisodeRunner(replace(cfg, rl=rl), data, pool, begun=place * _NUMBERS)
-                for place, (name, data) in enumerate(sets.items(), start=1)
-            }
-        )
-
-    def rewards(self, rollouts: Rollouts) -> dict[str, dict[str, float]]:
-        """Answer every prompt once, and return the scores of each set."""
-        scores = {}
-        for name, runner in self.runners.items():
-            start = time.perf_counter()
-            values = rollouts.run(partial(_play_all, runner), runner)
-            seconds = time.perf_counter() - start
-            scores[name] = {"reward": fmean(values), "samples": len(values), "seconds": seconds}
-        return scores
+def _held_out(run: Run) -> dict[str, DataSet]:
+    """Open the sets of data.eval as prompts, and return this rank's sets. A collective."""
+    if not needs_held_out_rewards(run.cfg):
+        return {}
+    sets = {each.name: _open(run, each) for each in run.cfg.data.eval}
+    return {name: data for name, data in sets.items() if data is not None}
 
 
 def _open(run: Run, entry: EvalSource) -> DataSet | None:
@@ -147,7 +116,7 @@ class RlTrainer:
         self.teachers: EngineTeachers | None = None  # set on rank 0, if there are such engines
         self.last: Rollout | None = None  # set on rank 0 only
         self.signal, self.sight = SignalWatch(self.cfg.rl), SightWatch()
-        held_out = HeldOutPrompts.open(run)
+        held_out = _held_out(run)
         run.begin_phase(run.progress.step, "starting rewards and engines", files=True)
         with fail_together(ConfigError):
             if self.leads:
@@ -168,20 +137,22 @@ class RlTrainer:
     def _start_reward_pool(self, held_out: Mapping[str, DataSet]) -> None:
         rl, data = self.cfg.rl, self.run.feeder.data
         assert isinstance(data, DataSet), "config/command_checks.py refuses streams"
-        folder = reward_model_of(rl)
-        pool: RewardPool | NoRewards = NoRewards()
-        if folder is None and (rl.reward is not None or rl.environment is not None):
-            pool = RewardPool(RewardSettings.from_config(rl, rl.processes))
+        pool = RewardPool(RewardSettings.from_config(rl, rl.processes))
         self.opened.callback(pool.close)
         views = None
         if self.cfg.teacher.view is not None:
             views = RewardPool(RewardSettings.of_view(self.cfg, rl.processes))
             self.opened.callback(views.close)
         self.episode_runner = EpisodeRunner(self.cfg, data, pool, views)
-        self.held_out = HeldOutPrompts.with_pool(self.cfg, held_out, pool)
-        if folder is not None:
+        # An answer is compared with no other there.
+        alone = replace(self.cfg, rl=replace(rl, samples=1, temperature=rl.eval_temperature))
+        self.held_out = {
+            name: EpisodeRunner(alone, each, pool, begun=place * _NUMBERS)
+            for place, (name, each) in enumerate(held_out.items(), start=1)
+        }
+        if (folder := reward_model_of(rl)) is not None:
             rewards = ModelRewards(self.cfg, folder, self.commands.score_soon)
-            for runner in (self.episode_runner, *self.held_out.runners.values()):
+            for runner in (self.episode_runner, *self.held_out.values()):
                 runner.reward_model = rewards
 
     def _start(self) -> tuple[bytes, dict[str, Any]]:
@@ -195,7 +166,7 @@ class RlTrainer:
             sizes = self.run.worker.source.sizes
             agents = AgentServer(self.cfg, sizes, settings.pictures, self.engines.loop)
             self.opened.callback(agents.close)
-            for runner in (self.episode_runner, *self.held_out.runners.values()):
+            for runner in (self.episode_runner, *self.held_out.values()):
                 runner.agents = agents
         self.rollouts = Rollouts(self.episode_runner, self.commands, self.engines, last)
         self.rollouts.restore(self.run.saver.newest)
@@ -229,7 +200,13 @@ class RlTrainer:
 
         def rated() -> tuple[bytes, dict[str, Any]]:
             assert self.rollouts is not None
-            return b"", self.held_out.rewards(self.rollouts)
+            scores = {}
+            for name, runner in self.held_out.items():
+                start = time.perf_counter()
+                values = self.rollouts.run(partial(_play_all, runner), runner)
+                seconds = time.perf_counter() - start
+                scores[name] = {"reward": fmean(values), "samples": len(values), "seconds": seconds}
+            return b"", scores
 
         scores: dict[str, dict[str, float]] = self._lead(rated)[1]
         return scores
@@ -287,7 +264,8 @@ class RlTrainer:
         if self.leads:
             assert self.last is not None
             first = self.last.groups[0].episodes[0]
-            right = self.episode_runner.right_answer(first)
+            reader = self.episode_runner.data.readers[0]
+            right = right_answer(first.record, first.where, reader)
             teaches = self.cfg.teacher.path is not None
             if not teaches and (hint := self.signal.check(self.last.groups, right)) is not None:
                 self.run.log.event(step + 1, hint)

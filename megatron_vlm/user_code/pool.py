@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from megatron_vlm.config.evaluation_checks import reward_model_of
 from megatron_vlm.config.schema import Config, RlConfig
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.child import Child, ChildDiedError
@@ -31,7 +32,7 @@ T = TypeVar("T")
 class RewardSettings:
     """Settings of the rewards, of a metric or of a view."""
 
-    kind: str  # one of KEYS
+    kind: str  # one of KEYS, or none
     target: str  # FILE.py:NAME or MODULE:NAME of a function or a class
     processes: int
     timeout_s: float  # seconds per call
@@ -39,12 +40,14 @@ class RewardSettings:
 
     @staticmethod
     def from_config(rl: RlConfig, processes: int) -> "RewardSettings":
-        """Return the settings of a run, which has either a reward or an environment."""
-        kind, target = "reward", rl.reward
-        if target is None:
+        """Return the settings of a run, which has a reward, an environment or neither."""
+        kind, target, timeout_s = "reward", rl.reward, rl.timeout
+        if rl.environment is not None:
             kind, target = "environment", rl.environment
-        assert target is not None, "config/command_checks.py"
-        kind, timeout_s = ("harness", rl.agent_timeout) if rl.has_harness else (kind, rl.timeout)
+        elif target is None or reward_model_of(rl) is not None:
+            return NO_REWARDS
+        if rl.has_harness:
+            kind, timeout_s = "harness", rl.agent_timeout
         return RewardSettings(kind, target, processes, timeout_s, rl.failed_reward)
 
     @staticmethod
@@ -52,6 +55,10 @@ class RewardSettings:
         """Return the settings of teacher.view, which is set."""
         assert cfg.teacher.view is not None
         return RewardSettings("view", cfg.teacher.view, processes, cfg.rl.timeout, None)
+
+
+# An episode has one answer, with reward 0: it is judged elsewhere, or not at all.
+NO_REWARDS = RewardSettings("none", "", 0, 0.0, None)
 
 
 @dataclass(eq=False)
@@ -162,6 +169,8 @@ class RewardPool:
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
     async def _begin(self, number: int, record: Mapping[str, Any], where: str) -> EnvStep | None:
+        if self.settings is NO_REWARDS:
+            return None
         assert number not in self._episodes, f"episode {number} has begun already"
         episode = self._episodes[number] = self._new_episode(number, record, where)
         if self.kind != "environment":
@@ -177,6 +186,8 @@ class RewardPool:
         return _Episode(number, record, where, worker)
 
     async def _step(self, number: int, answer: str) -> EnvStep:
+        if self.settings is NO_REWARDS:
+            return EnvStep()
         episode = self._episodes[number]
         async with episode.lock:
             response: dict[str, Any] = {}
@@ -265,29 +276,3 @@ class RewardPool:
 
 def _begin_request(episode: _Episode) -> dict[str, Any]:
     return {"do": "begin", "episode": episode.number, "record": episode.record}
-
-
-class NoRewards:
-    """Pool of a run that learns from a teacher alone: an episode has one answer, with reward 0."""
-
-    def begin(
-        self, episode: int, record: Mapping[str, Any], where: str
-    ) -> "Future[EnvStep | None]":
-        """Begin an episode with the messages of its record."""
-        return _done(None)
-
-    def step(self, episode: int, answer: str) -> "Future[EnvStep]":
-        """Return the response to the answer, which ends the episode."""
-        return _done(EnvStep())
-
-    def end(self, episode: int) -> None:
-        """Do nothing, because no episode is remembered."""
-
-    def close(self) -> None:
-        """Do nothing, because nothing was started."""
-
-
-def _done(result: Any) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future

@@ -7,7 +7,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from megatron_vlm.data.batches.order import Position
 from megatron_vlm.data.tokens.completions import Completion, SamplingSettings
 from megatron_vlm.data.tokens.reader import RowMaker
 from megatron_vlm.data.tokens.row import IGNORE, Row, parts_of
+from megatron_vlm.engines.sampler import SamplerError
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.rl.agent_requests import AgentEpisode
@@ -30,10 +31,11 @@ from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group, Segment
 from megatron_vlm.rl.episode_runner import EpisodeRunner
 from megatron_vlm.rl.rollouts import next_prompts
+from megatron_vlm.rl.seen import hidden_view
 from megatron_vlm.rl.train_batch import is_drawn, make_train_batch
 from megatron_vlm.serve.chat_texts import TokenizerTexts
 from megatron_vlm.serve.sample_calls import SampleAsk
-from megatron_vlm.user_code.pool import NoRewards, RewardPool, RewardSettings
+from megatron_vlm.user_code.pool import RewardPool, RewardSettings
 from tests.rl.test_rl import furthest, learnt, lines, samples
 from tests.rl.test_train_batch import TASKS, config
 from tests.support import agent_program
@@ -80,11 +82,10 @@ class Played:
         for each character. `end`: the token that ends it, if it is not the usual one."""
         given = {"agent": f"{sys.executable} {PROGRAM} {kind}", "samples": 2, "max_new_tokens": 99}
         cfg = config(folder, model, **given | rl)
-        judged = cfg.rl.reward is not None
         self.words, self.is_split, self.end = words, is_split, end
         self.most = 0  # episodes at a time
         self.asked: list[tuple[Row, int, Completion]] = []
-        with runner_of(cfg, judged) as self.runner:
+        with runner_of(cfg) as self.runner:
             self.groups = asyncio.run(self._play(in_rounds))
         self.rows = make_train_batch(self.groups, cfg, self.runner.data.work, 1).rows
 
@@ -134,13 +135,12 @@ class Played:
 
 
 @contextmanager
-def runner_of(cfg: Any, judged: bool) -> Iterator[EpisodeRunner]:
+def runner_of(cfg: Any) -> Iterator[EpisodeRunner]:
     sizes = read_sizes(cfg.model.path)
     given = cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes
     data = open_data(*given, kind="prompt")
-    pool = RewardPool(RewardSettings.from_config(cfg.rl, 1)) if judged else NoRewards()
-    yield EpisodeRunner(cfg, data, pool)
-    pool.close()
+    with closing(RewardPool(RewardSettings.from_config(cfg.rl, 1))) as pool:
+        yield EpisodeRunner(cfg, data, pool)
 
 
 @pytest.mark.parametrize("in_rounds", [False, True])
@@ -164,6 +164,8 @@ def test_what_is_learnt_is_what_was_drawn(folder, model, in_rounds):
         assert row.row.image_grid_I3.equal(whole.image_grid_I3)
         assert row.row.pixel_values_PC.equal(whole.pixel_values_PC)
         assert len(parts_of(row.row, "pixel_values_PC")) == 2
+        hidden = hidden_view(played.runner.cfg, 5)(row).pixel_values_PC  # for rl.seen
+        assert (hidden != row.row.pixel_values_PC).any(1).all()
     # Episodes of a prompt share its picture.
     one, other = (parts_of(each.row, "pixel_values_PC") for each in played.rows)
     assert all(a is b for a, b in zip(one[0], other[0], strict=True))
@@ -210,6 +212,7 @@ def test_an_answer_that_comes_back_has_the_tokens_that_were_drawn(folder, model,
         [segment] = episode.segments
         assert len(played.answers_of(segment)) == 2 and episode.reward == 1
         assert episode.answers == [said, said]
+        assert '"name": "look"' in played.runner.words(episode.shown[1])  # the page shows tools
 
 
 @pytest.mark.parametrize("end", ["<turn|>", "<|tool_response>"])
@@ -256,6 +259,8 @@ def test_many_episodes_have_many_requests(folder, model):
     for episode in played.episodes:
         greys = (int(each.pictures[0].pixel_values_PC.min()) for each in episode.segments)
         assert sorted(greys) == [0, 0, 1, 2] and episode.reward == 1
+    app = played.runner.agents.server._server.config.app
+    assert not app.state.chats.prompts._turns  # nothing is left of the episodes
 
 
 @pytest.mark.parametrize("in_rounds", [False, True])
@@ -267,6 +272,54 @@ def test_episodes_wait_for_a_place(folder, model, in_rounds):
 def test_a_child_that_outlives_its_episode_is_refused(folder, model, tmp_path):
     played = Played(folder, model, f"outlives {tmp_path / 'status'}", max_concurrent=1)
     assert [each.reward for each in played.episodes] == [0, 410]
+
+
+def test_a_program_sees_its_own_address_alone(folder, model, monkeypatch, tmp_path):
+    """Neither other addresses, nor secrets, nor paths in its record and in what it is told."""
+    monkeypatch.setenv("SECRET", "hidden words")
+    played = Played(folder, model, f"spies {tmp_path / 'told'}", turns=32)
+    assert [each.reward for each in played.episodes] == [1, 1]
+    told = (tmp_path / "told").read_text()
+    for hidden in (
+        str(folder),
+        model,
+        str(ROOT),
+        str(Path.home()),
+        "site-packages",
+        "hidden words",
+    ):
+        assert hidden not in told
+
+
+def test_a_crowd_of_requests_gets_the_answers_that_are_left(folder, model):
+    played = Played(folder, model, "crowds", turns=3)
+    assert [(each.reward, len(each.answers)) for each in played.episodes] == [(3, 3)] * 2
+
+
+def test_a_failure_of_the_engine_ends_the_run(folder, model, tmp_path):
+    """A program is not told of it."""
+
+    def words(asked: str, seed: int) -> str:
+        raise SamplerError("/secret/engine.log has more")
+
+    with raises(SamplerError, problem_has="/secret/engine.log"):
+        Played(folder, model, f"shows {tmp_path / 'told'}", words=words, failed_reward=-1.0)
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("500 ") and "secret" not in told
+
+
+def test_a_request_continues_the_longest_row():
+    """One answer was cut where another goes on. A longer request of other tokens begins a row."""
+
+    def row(*ids: int) -> Row:
+        return Row(torch.tensor(ids), torch.full((len(ids),), IGNORE))
+
+    episode = Episode(0, 0, 0, "here", {})
+    prompts = row(3), row(3), row(3, 5, 6, 7), row(4, 5, 6, 7, 8, 9)
+    for prompt, ids in zip(prompts, ((5,), (5, 6), (8,), (1,)), strict=True):
+        episode.add_request(prompt, Completion(ids, (-1.0,) * len(ids), "length"), "")
+    rows = [each.ids for each in episode.segments]
+    assert rows == [[3, 5], [3, 5, 6, 7, 8], [4, 5, 6, 7, 8, 9, 1]]
 
 
 def test_pictures_of_tool_results_arrive(folder, model):

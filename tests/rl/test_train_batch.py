@@ -348,7 +348,7 @@ def test_what_is_asked_together_does_not_depend_on_how_long_rewards_take():
             asking = [queue.ask(row, seed, len(seeds), seed) for seed in seeds]
             return [asyncio.create_task(each) for each in asking]
 
-        queue.enter(4)
+        queue.playing = 4
         asked = [*ask(first, 7, 6), *ask(second, 3)]
         await settled()
         assert ranks.rounds == []
@@ -364,7 +364,7 @@ def test_what_is_asked_together_does_not_depend_on_how_long_rewards_take():
         assert ranks.rounds[1:] == [[(1, [4]), (2, [5])]]
         await queue.leave(0)
         await queue.leave(0)
-        queue.enter(2)  # others begin, and only one waits
+        queue.playing += 2  # others begin, and only one waits
         ask(first, 9)
         await settled()
         assert len(ranks.rounds) == 2

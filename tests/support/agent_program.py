@@ -14,10 +14,19 @@ import time
 import urllib.error
 import urllib.request
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
+
+
+# All names of the environment that a program has; Python itself adds LC_CTYPE.
+VARIABLES = {
+    *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "REWARD_URL"),
+    *("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
+    *(f"{api}_{n}" for api in ("OPENAI", "ANTHROPIC") for n in ("BASE_URL", "API_KEY", "MODEL")),
+}
 
 
 def post(url: str, body: Any) -> Any:
@@ -152,7 +161,7 @@ def anthropic(record: Json) -> None:
         {"role": "assistant", "content": [call]},
         {"role": "user", "content": [result]},
     ]
-    body = {"model": "policy", "max_tokens": 9, "messages": messages}
+    body = {"model": "policy", "max_tokens": 10**6, "messages": messages}  # beyond any row
     post(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", body)
     reward(3)
 
@@ -185,6 +194,66 @@ def refused(record: Json) -> None:
             statuses.append(error.code)
     if statuses != [404, 400, 400, 400, 410, 409] or "SECRET" in os.environ:
         sys.exit(f"statuses {statuses}")
+
+
+def spies(record: Json) -> None:
+    """Look for what is not the program's own, and write down all that it is told."""
+    base, told = os.environ["OPENAI_BASE_URL"], [json.dumps(record)]
+    server, _, key = base.removesuffix("/v1").rpartition("/e/")
+
+    def hear(url: str, *body: bytes) -> int:
+        try:
+            with urllib.request.urlopen(url, *body) as answer:
+                told.append(answer.read().decode())
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            told.append(error.read().decode())
+            return error.code
+
+    elsewhere = ["/", "/healthz", "/metrics", "/docs", "/v1/models", "/api/v1/healthz"]
+    elsewhere += [f"/e/{'x' * 32}/v1/models", f"/e/{key}/v1/../../../healthz", f"/e/{key}/api/v1"]
+    wrong_statuses = {hear(server + path) for path in elsewhere} - {404, 410}
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    for fields in (
+        {"messages": [user(broken)]},
+        {"messages": [{"role": "narrator", "content": "x"}]},
+        {"messages": [{"role": "tool", "content": [{}]}]},
+        {"tools": [{"type": "function", "function": {"parameters": 7}}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "x"}}}},
+        {"chat_template_kwargs": {"messages": 1}},
+        {"stop": ["x"] * 65},
+    ):
+        body = {"model": "policy", "messages": record["messages"], **fields}
+        wrong_statuses |= {hear(base + "/chat/completions", json.dumps(body).encode())} - {200, 400}
+    wrong_statuses |= {hear(base + "/chat/completions", b"[")} - {400}
+    Path(sys.argv[2]).write_text("\n".join(told))
+    reward(not wrong_statuses and os.environ.keys() <= VARIABLES)
+
+
+def shows(record: Json) -> None:
+    """Write down what is said where a request fails."""
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    try:
+        body = json.dumps({"model": "policy", "messages": record["messages"]})
+        urllib.request.urlopen(url, body.encode())
+    except urllib.error.HTTPError as error:
+        Path(sys.argv[2]).write_text(f"{error.code} {error.read().decode()}")
+
+
+def crowds(record: Json) -> None:
+    """Ask 32 times at a time, and count the answers."""
+    answers: list[Json] = []
+
+    def one() -> None:
+        with suppress(urllib.error.HTTPError):
+            answers.append(ask(record["messages"]))
+
+    threads = [threading.Thread(target=one) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reward(len(answers))
 
 
 def many(record: Json) -> None:

@@ -3,11 +3,11 @@ chats. Each request of a client becomes one sampling request, with the same keys
 
 import asyncio
 import json
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Request
 from pydantic import ValidationError
@@ -93,7 +93,8 @@ class ChatPrompts:
         self.texts, self.longest, self._max_pictures = texts, longest, max_pictures
         self.drawn = drawn
         self._thread = ThreadPoolExecutor(1, "chat")
-        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by key
+        # By key; one that nobody holds or waits for is forgotten, since each episode has a key.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def render(
         self,
@@ -110,7 +111,7 @@ class ChatPrompts:
             self.texts.convert_pictures(chat)
             return chat
 
-        async with self._turns[key]:
+        async with self._turn(key):
             chat = await asyncio.to_thread(read)
             try:
                 given = chat, tools, variables, self.drawn(key)
@@ -123,13 +124,16 @@ class ChatPrompts:
     async def encode(self, key: str, text: str) -> list[int]:
         """Return the tokens of a text."""
         self._check_length(text, "prompt")
-        async with self._turns[key]:
+        async with self._turn(key):
             return await self._in_thread(self.texts.encode, text)
 
     async def check(self, key: str, grammar: Grammar) -> None:
         """Refuse a grammar that is wrong, or needs too much work."""
-        async with self._turns[key]:
+        async with self._turn(key):
             await asyncio.to_thread(check_grammar, grammar)
+
+    def _turn(self, key: str) -> asyncio.Lock:
+        return self._turns.setdefault(key, asyncio.Lock())
 
     async def _in_thread(self, work: Callable[..., T], *values: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *values)
@@ -236,7 +240,8 @@ class ChatSamples:
     ) -> Call:
         """Queue the samples of a prompt of this length, and return the call with its id."""
         room = self.longest - length
-        if room < 1 or (fields.max_tokens or 0) > room:
+        most = fields.max_tokens or min(room, self.context.limits.max_tokens)
+        if room < 1 or (most > room and not self.context.facts.cuts_answers):
             asked = f"the prompt has {length} tokens and max_tokens is {fields.max_tokens}"
             raise too_long(self.longest, asked, "max_tokens")
         if fields.penalties and not self.context.facts.has_penalties:
@@ -250,7 +255,7 @@ class ChatSamples:
             "prompt": {"chunks": list(chunks)},
             "num_samples": fields.num_samples,
             "sampling_params": {
-                "max_tokens": fields.max_tokens or min(room, self.context.limits.max_tokens),
+                "max_tokens": min(most, room),
                 "temperature": fields.temperature,
                 "top_p": fields.top_p,
                 "top_k": fields.top_k or -1,

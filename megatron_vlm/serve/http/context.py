@@ -53,6 +53,7 @@ class ServerFacts:
     vocabulary: int  # number of tokens
     has_grammars: bool = False  # answers can be held to a grammar
     has_penalties: bool = True  # the sampler takes min_p, penalties, logit_bias and min_tokens
+    cuts_answers: bool = False  # a max_tokens beyond the room is no error
 
 
 @dataclass(frozen=True)

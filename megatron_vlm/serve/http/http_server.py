@@ -1,7 +1,6 @@
 """HTTP server that runs uvicorn in its own thread. The main thread keeps the signals."""
 
 import asyncio
-import ipaddress
 import resource
 import socket
 import threading
@@ -13,6 +12,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.loopback import is_loopback_host
 from megatron_vlm.serve.http.context import Front
 from megatron_vlm.serve.http.request_bodies import RequestLimits
 
@@ -77,7 +77,7 @@ class FrontServer:
 
 def check_host(host: str, has_keys: bool) -> None:
     """Refuse an address that others reach, if there are no API keys."""
-    if not has_keys and not _is_loopback(host):
+    if not has_keys and not is_loopback_host(f"[{host}]" if ":" in host else host):
         raise ConfigError(
             ": without keys everybody who reaches it may do everything",
             key="serve.host",
@@ -109,15 +109,6 @@ def _bind_socket(host: str, port: int) -> socket.socket:
             allowed="another, or 0 for a port that is free",
         ) from error
     return listener
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _connections(wanted: int) -> int:

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from megatron_vlm.io.printable import number, time_spent
+from megatron_vlm.io.printable import number, size_text, time_spent
 from megatron_vlm.report.html import render_page
 from megatron_vlm.report.sections import Heading, Report, Section, Table, Tiles
 from megatron_vlm.serve.http.context import ServerFacts
@@ -23,7 +23,7 @@ def service_page(journal: Journal, facts: ServerFacts, key: str) -> str:
     tiles = [
         (f"{ready:,}", "models ready"),
         (f"{len(checkpoints):,}", "checkpoints"),
-        (_size(sum(c.size for c in checkpoints)), "on the disk"),
+        (size_text(sum(c.size for c in checkpoints)), "on the disk"),
         (f"{len(journal.samplers(key)):,}", "sampling sessions"),
         (f"{len(waiting):,}", "calls waiting"),
     ]
@@ -53,7 +53,7 @@ def _runs(models: list[Model]) -> Iterator[Section]:
 def _checkpoints(checkpoints: list[NamedCheckpoint]) -> Iterator[Section]:
     yield Heading("Checkpoints", "Checkpoints")
     rows = [
-        (c.path, c.kind, _size(c.size), _age_text(c.created), _expiry(c.expires))
+        (c.path, c.kind, size_text(c.size), _age_text(c.created), _expiry(c.expires))
         for c in checkpoints[:_MAX_ROWS]
     ]
     header = ("path", "kind", "size", "made", "expires")
@@ -65,7 +65,7 @@ def _waiting_section(waiting: list[Call]) -> Iterator[Section]:
     rows = []
     for kind, count in Counter(call.kind for call in waiting).most_common():
         calls = [call for call in waiting if call.kind == kind]
-        size = _size(sum(call.size for call in calls))
+        size = size_text(sum(call.size for call in calls))
         rows.append((kind, f"{count:,}", size, _age_text(calls[0].accepted)))
     header = ("call", "count", "size", "oldest")
     yield Table(header, rows, _count_remark(len(rows), "No call waits."))
@@ -83,10 +83,3 @@ def _age_text(when: float) -> str:
 
 def _expiry(when: float | None) -> str:
     return "never" if when is None else f"in {time_spent(max(when - time.time(), 0.0))}"
-
-
-def _size(size: int) -> str:
-    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{number(value)} {units[0]}"

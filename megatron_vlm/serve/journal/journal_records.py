@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.serve.protocol.payloads import ForwardBackward
 
 # The kinds of calls. `load_model` makes a model from a checkpoint; `load_weights` loads one into an
 # existing model.
@@ -84,7 +83,7 @@ class Call:
     # since the calls after it would wait for ever.
     failure: Failure | None = None
     model: Model | None = None
-    parsed: ForwardBackward | None = None  # the body as the front has parsed it; not on the disk
+    parsed: Any = None  # the body as the front has parsed it; not on the disk
     request_id: str = ""
     number: int = 0  # the order in which calls were accepted
     seed: int = 0  # drawn at acceptance, so that a sample without a seed is the same when repeated
