@@ -171,7 +171,7 @@ def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Change of all gradients by a step, as the device has computed it."""
+    """Change of a gradient by a step, as the device has computed it."""
 
     factor: Tensor  # by which they are multiplied, in fp32
     skip: Tensor  # not 0: leave weights and moments as they are
@@ -195,7 +195,7 @@ _AT_ONCE = {"cuda": 2**14 * QUANTIZED_BLOCK, "cpu": 2**10 * QUANTIZED_BLOCK}
 class RangedAdamW(torch.optim.Optimizer):
     """AdamW that computes in fp32: torch's, where moments are stored in fp32. A parameter is a part
     of a flattened one; `starts` has its offset there. With a kernel a step also writes `copies`,
-    the weights of the model in bf16, and does what `scaling` says."""
+    the weights of the model in bf16, and does what `scalings` say."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class RangedAdamW(torch.optim.Optimizer):
         self.param_groups = list(groups)
         self.spec, self.starts = spec, starts
         self.kernel, self.copies = kernel, copies or {}
-        self.scaling: Scaling | None = None  # None: gradients are taken as they are
+        self.scalings: Mapping[Tensor, Scaling] = {}  # other gradients are taken as they are
 
     def moments(self, param: Tensor) -> dict[str, Moment]:
         """Return the moments of a parameter, which are zero before the first step."""
@@ -228,8 +228,8 @@ class RangedAdamW(torch.optim.Optimizer):
                 if self.kernel is None:
                     self.update(param, group, 0, param.grad.detach().view(-1))
                     continue
-                self.scaling = self.scaling or Scaling.without_effect(param.device)
-                given = self.moments(param), group, self.starts[param], self.scaling
+                scaling = self.scalings.get(param) or Scaling.without_effect(param.device)
+                given = self.moments(param), group, self.starts[param], scaling
                 self.kernel(param, *given, self.copies.get(param))
 
     def count_step(self, steps: int = 1) -> None:

@@ -306,18 +306,18 @@ def _scale_on_device(
     """Let a step clip the gradients to norms of at most `limit`, as `_clip` does, and let it skip
     them if a norm is not finite."""
     factors_2 = (limit / (norms_2 + 1e-6)).clamp(max=1) if limit > 0 else torch.ones_like(norms_2)
-    factor, own_factor = factors_2.float()
-    scaling = Scaling(factor, (~norms_2.isfinite().all()).int())
-    if of_drafts:  # a step has one factor for all gradients
-        torch._foreach_mul_(of_drafts, own_factor / factor)
+    skip, own = (~norms_2.isfinite().all()).int(), set(map(id, of_drafts))
+    scalings = [Scaling(factor, skip) for factor in factors_2.float()]
     for each in inner:
-        if isinstance(each, RangedAdamW):
-            each.scaling = scaling
-            continue
-        each.found_inf = scaling.skip.float()  # type: ignore[attr-defined]
         params = [param for group in each.param_groups for param in group["params"]]
-        if grads := [param.grad for param in params if param.grad is not None]:
-            torch._foreach_mul_(grads, scaling.factor)
+        of = {p: scalings[id(p.grad) in own] for p in params if p.grad is not None}
+        if isinstance(each, RangedAdamW):
+            each.scalings = of
+            continue
+        each.found_inf = skip.float()  # type: ignore[attr-defined]
+        for scaling in scalings:
+            if grads := [param.grad for param, own_scaling in of.items() if own_scaling is scaling]:
+                torch._foreach_mul_(grads, scaling.factor)
 
 
 @torch.no_grad()

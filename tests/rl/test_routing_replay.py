@@ -164,6 +164,15 @@ def test_a_replay_that_cannot_be_is_refused_before_the_first_step(tiny, tmp_path
     check_router_keys(cfg, check_model(tiny(experts=4)))
 
 
+def test_drafts_beside_a_replay_are_refused(pool, asks, tiny):
+    """vLLM on a CPU counts the experts of rejected drafts with the answer's."""
+    given = words(asks, tiny(from_scratch=True, **SIZES), "drafts", *stand_in(asks))
+    more = [*LEAN, "rl.replay_routing=true", "engine.draft_tokens=1"]
+    [((status, _, err), passes)] = pool.run(watched, 1, [*given, *more])
+    assert status == 2 and not passes, err
+    assert "engine.draft_tokens=1 would mix the experts" in " ".join(err.split())
+
+
 def updates(path: str, case: Case, rows: list[Row]) -> list[Any]:
     """Return the log-probs before a step, its figures and its gradients: without a routing, with
     that of the routers, and with one that moves a token in every layer."""

@@ -749,6 +749,8 @@ REFUSALS = {
     ),
     "muon": (["optim=muon"], "optim.name=muon: clients send settings of AdamW"),
     "length": (["engine.max_len=0"], "engine.max_len=0; give"),
+    "head": (["model.mtp=train"], "model.mtp=train: clients choose the losses"),
+    "drafts": (["engine.draft_tokens=1"], "engine.draft_tokens=1 needs an engine that drafts"),
     "sampler": (["engine.name=sglang"], "engine.name=sglang; give own or vllm"),
 }
 

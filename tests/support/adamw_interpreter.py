@@ -56,7 +56,12 @@ WORKERS = {
     "int8 moments, tp2": replace(layout(tp=2), **BF16, optim={"states": "int8"}),
     "muon": replace(layout(), **BF16, optim={"name": "muon"}),
     "half offloaded": replace(layout(), **BF16, optim={"offload": 0.5}),
+    # Both the model's gradients and those of a head for drafts are clipped, by different factors.
+    "a head for drafts, tp2": replace(
+        layout(tp=2, mtp="train"), **BF16, optim={"states": "bf16", "clip_grad": 1e-3}
+    ),
 }
+DRAFTS = dict(family="qwen3_5", layers=2, full_attention_interval=2, vision_depth=1, mtp_layers=1)
 
 
 def prepare_interpreter() -> None:
@@ -115,14 +120,16 @@ def different(states: str, weights: int, start: int, betas: tuple[float, float])
         if step == SKIPPED:
             before = [each.clone() for each in (*tensors_of(fused), fused.copies[weight])]
             weight.grad = torch.full_like(grad, torch.nan)
-            fused.scaling = Scaling(torch.tensor(torch.nan), torch.tensor(1, dtype=torch.int))
+            skipping = Scaling(torch.tensor(torch.nan), torch.tensor(1, dtype=torch.int))
+            fused.scalings = {weight: skipping}
             fused.step()
             fused.count_step(-1)
             after = (*tensors_of(fused), fused.copies[weight])
             count += sum(int((a != b).sum()) for a, b in zip(before, after, strict=True))
         padded.grad = torch.nn.functional.pad(grad * torch.tensor(factor), (0, padding))
         weight.grad = grad
-        fused.scaling = Scaling(torch.tensor(factor), torch.tensor(0, dtype=torch.int))
+        scaling = Scaling(torch.tensor(factor), torch.tensor(0, dtype=torch.int))
+        fused.scalings = {weight: scaling}
         plain.step()
         fused.step()
         pairs = zip(tensors_of(fused), tensors_of(plain), strict=True)
@@ -177,12 +184,13 @@ def main(names: list[str]) -> None:
     values = {name: different(*case) for name, case in CASES.items() if not names or name in names}
     workers = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "tiny")
-        write_tiny(path, TinySpec(**SHALLOW))
+        paths = [str(Path(folder) / name) for name in ("tiny", "drafts")]
+        for path, sizes in zip(paths, (SHALLOW, DRAFTS), strict=True):
+            write_tiny(path, TinySpec(**sizes))
         pools = Pool(spawn), Pool(spawn)  # the kernel is chosen for good in the first
         for name, case in WORKERS.items():
             if not names or name in names:
-                workers[name] = differences(path, case, pools)
+                workers[name] = differences(paths["mtp" in case.model], case, pools)
         for pool in pools:
             pool.close()
     print(json.dumps({"values": values, "workers": workers}))

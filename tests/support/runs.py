@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_vlm.config.schema import (
+    CheckpointConfig,
     Config,
     DataConfig,
     LaunchConfig,
@@ -37,6 +38,7 @@ class Case:
     train: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
     platform: str = "cpu"
 
     def config(self, path: str) -> Config:
@@ -47,6 +49,7 @@ class Case:
             data=DataConfig(**self.data),
             optim=OptimConfig(**self.optim),
             train=TrainConfig(**{"micro_batch_size": 2, **self.train}),
+            checkpoint=CheckpointConfig(**self.checkpoint),
             platform=self.platform,
             launch=LaunchConfig(timeout_minutes=2),
         )

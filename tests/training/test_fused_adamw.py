@@ -49,7 +49,7 @@ def test_a_worker_has_the_same_weights(compared):
         assert found["different"] == 0, f"{name}: {found}"
         assert found["values"] > 100_000 and found["steps"] == [3, 3], f"{name}: {found}"
         assert max(found["norms"][:2]) > 2 and math.isnan(found["norms"][2]), f"{name}: {found}"
-    assert len(compared["workers"]) == 6
+    assert len(compared["workers"]) == 7
 
 
 def test_a_weight_takes_few_bytes():
