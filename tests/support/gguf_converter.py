@@ -13,10 +13,8 @@ from conversion.base import ModelBase, TextModel
 
 
 def fields_of_file(folder: Path, is_mistral_format: bool, load=ModelBase.load_hparams) -> dict:
-    fields, stored = (
-        load(folder, is_mistral_format),
-        json.loads((folder / "config.json").read_text()),
-    )
+    stored = json.loads((folder / "config.json").read_text())
+    fields = load(folder, is_mistral_format)
     return fields | {"text_config": fields["text_config"] | stored["text_config"]}
 
 
