@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
@@ -31,6 +32,8 @@ CASES = {
     "experts": ("float32", dict(experts=4, layers=3, deepstack=2)),
     "qwen3_5": ("float32", NET),
     "qwen3_5-experts": ("bfloat16", dict(NET, experts=4)),
+    "gemma4": ("float32", dict(family="gemma4")),
+    "gemma4-experts": ("bfloat16", dict(family="gemma4", experts=4, full_attention_interval=2)),
 }
 # Names of a layer in transformers and in GGUF.
 LAYER = """input_layernorm attn_norm|self_attn.q_proj attn_q|self_attn.k_proj attn_k
@@ -54,19 +57,39 @@ OTHERS = {
     "model.visual.merger.norm": "v.post_ln",
     "model.visual.merger.linear_fc1": "mm.0",
     "model.visual.merger.linear_fc2": "mm.2",
+    "model.vision_tower.patch_embedder.input_proj": "v.patch_embd",
+    "model.embed_vision.embedding_projection": "mm.input_projection",
+    "model.vision_tower": "v",  # std_bias and std_scale
 }
+GEMMA4 = """input_layernorm.weight attn_norm.weight|layer_scalar layer_output_scale.weight
+post_attention_layernorm.weight post_attention_norm.weight
+pre_feedforward_layernorm.weight ffn_norm.weight|router.proj.weight ffn_gate_inp.weight
+pre_feedforward_layernorm_2.weight pre_ffw_norm_2.weight|router.scale ffn_gate_inp.scale
+post_feedforward_layernorm.weight post_ffw_norm.weight
+post_feedforward_layernorm_1.weight post_ffw_norm_1.weight
+post_feedforward_layernorm_2.weight post_ffw_norm_2.weight
+router.per_expert_scale ffn_down_exps.scale|experts.down_proj ffn_down_exps.weight
+experts.gate_up_proj ffn_gate_up_exps.weight"""
+GEMMA4_BLOCK = """input_layernorm ln1|post_attention_layernorm attn_post_norm
+pre_feedforward_layernorm ln2|post_feedforward_layernorm ffn_post_norm|self_attn.o_proj attn_out"""
 
 
 def pairs(table: str) -> dict[str, str]:
     return dict(pair.split() for pair in re.split(r"[|\n]", table))
 
 
-def gguf_name(name: str, deepstack: list[int], is_qwen3_5: bool) -> str:
+def gguf_name(name: str, deepstack: list[int], kind: str) -> str:
     stem, _, suffix = name.rpartition(".")
     if stem in OTHERS:
         return f"{OTHERS[stem]}.{suffix}"
+    if suffix == "position_embedding_table":
+        return "v.position_embd.weight"
     number, rest = re.fullmatch(r"\D+?\.(\d+)\.(.+)", name).groups()
-    stem = rest.rpartition(".")[0]
+    stem = rest.rpartition(".")[0].removesuffix(".linear")
+    if "vision_tower" in name:
+        return f"v.blk.{number}.{(pairs(LAYER) | pairs(GEMMA4_BLOCK))[stem]}.{suffix}"
+    if kind == "gemma4" and rest in pairs(GEMMA4):
+        return f"blk.{number}.{pairs(GEMMA4)[rest]}"
     if "deepstack" in name:
         return f"v.deepstack.{deepstack[int(number)]}.{rest.replace('linear_', '')}"
     if "visual" in name:
@@ -74,7 +97,7 @@ def gguf_name(name: str, deepstack: list[int], is_qwen3_5: bool) -> str:
     if suffix in ("A_log", "dt_bias"):
         return f"blk.{number}." + {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}[suffix]
     ours = pairs(LAYER)[stem]
-    if is_qwen3_5 and ours == "ffn_norm":
+    if kind.startswith("qwen3_5") and ours == "ffn_norm":
         ours = "post_attention_norm"
     return f"blk.{number}.{ours}.{suffix}"
 
@@ -84,8 +107,8 @@ def expected(folder: Path, config: dict[str, Any]) -> dict[str, np.ndarray]:
     text, is_qwen3_5 = config["text_config"], config["model_type"].startswith("qwen3_5")
     deepstack = config["vision_config"].get("deepstack_visual_indexes", [])
     weights = {n: v.float().numpy() for n, v in load_file(folder / "model.safetensors").items()}
-    for name in [name for name in weights if ".experts." in name and "mtp." not in name]:
-        layer, leaf = re.fullmatch(r"(.+\.experts)\.\d+(\..+)", name).groups()
+    single = [re.fullmatch(r"(.+\.experts)\.\d+(\..+)", name) for name in weights]
+    for name, layer, leaf in [(found[0], *found.groups()) for found in single if found]:
         weights.setdefault(layer + leaf, []).append(weights.pop(name))
     found = {}
     for name, value in weights.items():
@@ -96,11 +119,16 @@ def expected(folder: Path, config: dict[str, Any]) -> dict[str, np.ndarray]:
             value = value + 1 if "linear_attn" not in name else value
         if ".linear_attn." in name and "norm" not in name:
             value = with_heads_in_turn(name, value, text)
-        ours = gguf_name(name, deepstack, is_qwen3_5)
-        if ours == "v.patch_embd.weight":
+        ours = gguf_name(name, deepstack, config["model_type"])
+        if "patch_embedder.input_proj" in name:
+            side = config["vision_config"]["patch_size"]
+            found[ours] = value.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+        elif ours == "v.patch_embd.weight":
             found[ours], found[f"{ours}.1"] = value[:, :, 0], value[:, :, 1]
         else:
             found[ours] = value
+    if config["model_type"] == "gemma4":  # of 24 pairs of a head in full layers, a quarter turns
+        found["rope_freqs.weight"] = np.float32([1.0] * 6 + [1e30] * 18)
     return found
 
 
@@ -187,6 +215,40 @@ def test_fields_are_those_of_the_checkpoint(tiny, tmp_path):
     assert fields["clip.vision.attention.layer_norm_epsilon"] == pytest.approx(1e-6)
 
 
+def test_fields_of_gemma_are_those_of_the_checkpoint(tiny, tmp_path):
+    path = Path(tiny(family="gemma4"))
+    export(path, tmp_path / "out")
+    fields, *_ = values_in(tmp_path / "out/model.gguf")
+    ids = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    pieces = tokenizer.convert_ids_to_tokens(range(512))
+    assert fields["tokenizer.ggml.tokens"] == pieces
+    kinds = dict(zip(pieces, fields["tokenizer.ggml.token_type"], strict=True))
+    assert kinds["<0x41>"] == 6 and kinds["▁"] == kinds["▁▁"] == 1 and len(ids) <= 512
+    assert kinds["<|image|>"] == kinds["<bos>"] == 3 and kinds["<|tool_call>"] == 4
+    assert {name: fields[name] for name in GEMMA4_FIELDS} == GEMMA4_FIELDS
+    fields, *_ = values_in(tmp_path / "out/mmproj.gguf")
+    assert fields["clip.vision.projector_type"] == "gemma4v"
+    assert fields["clip.vision.image_mean"] == [0.0] * 3
+
+
+GEMMA4_FIELDS = {
+    "general.architecture": "gemma4",
+    "gemma4.attention.head_count": 4,
+    "gemma4.attention.head_count_kv": [4, 4, 4, 2],
+    "gemma4.attention.key_length": 48,
+    "gemma4.attention.key_length_swa": 24,
+    "gemma4.attention.sliding_window": 32,
+    "gemma4.attention.sliding_window_pattern": [True, True, True, False],
+    "gemma4.rope.dimension_count": 48,
+    "gemma4.rope.freq_base": 1e6,
+    "gemma4.rope.freq_base_swa": 1e4,
+    "gemma4.final_logit_softcapping": 30.0,
+    "tokenizer.ggml.model": "gemma4",
+    "tokenizer.ggml.add_bos_token": True,
+}
+
+
 FIELDS = {
     "general.architecture": "qwen3vl",
     "general.file_type": 0,
@@ -220,8 +282,23 @@ def test_what_has_no_form_is_refused_by_name(tiny):
     layers = uneven.sizes.text.layers
     text = replace(uneven.sizes.text, layers=(layers[3], *layers[:3]))
     uneven.sizes, judge.sizes = replace(uneven.sizes, text=text), judge.sizes.with_score()
+    other, *gemmas = (opened(tiny(family="gemma4")) for _ in range(6))
+    other.family = replace(other.family, model_type="other")
+    sees, turns, pools, heads, wide = gemmas
+    sees.config.text_config.use_bidirectional_attention = None
+    turns.config.vision_config.rope_parameters["rope_theta"] = 10.0
+    for each, more in ((pools, dict(merge=2)), (wide, dict(query=48))):
+        each.sizes = replace(each.sizes, vision=replace(each.sizes.vision, **more))
+    first, *rest = heads.sizes.text.layers
+    first = replace(first, mixer=replace(first.mixer, head_dim=32))
+    heads.sizes = replace(heads.sizes, text=replace(heads.sizes.text, layers=(first, *rest)))
     for source, what in (
-        (opened(tiny(family="gemma4")), "model_type gemma4"),
+        (other, "model_type other"),
+        (sees, "use_bidirectional_attention=None"),
+        (turns, "rope_theta=10.0 in the tower"),
+        (pools, "pooling_kernel_size=2"),
+        (wide, "not as wide"),
+        (heads, "heads of another width"),
         (some, "experts in some of the layers"),
         (uneven, "full attention in layers [0]"),
         (judge, "reward models"),
