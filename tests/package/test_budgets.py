@@ -26,9 +26,9 @@ BUDGETS = {
     "90 % of functions": 25,
     "keys": 217,
     "commands": 19,
-    "words of docs": 63_850,
+    "words of docs": 64_200,
     "words of README": 466,
-    "lines of tests": 78_150,
+    "lines of tests": 78_550,
 }
 ROW = re.compile(r"^\| ([\d,]+) \| \S.{20,} \|$", re.MULTILINE)  # of the table in CHANGELOG.md
 
