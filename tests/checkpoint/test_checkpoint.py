@@ -72,7 +72,7 @@ def muon(case: Case, **optim: object) -> Case:
 
 # Its A_log and the norms of gated delta nets are F32 beside BF16.
 QWEN3_5 = dict(family="qwen3_5", dtype="bfloat16", vision_depth=1)
-MTP_PREFIX = QWEN3_5 | {"mtp_layers": 1}
+MTP_SIZES = QWEN3_5 | {"mtp_layers": 1}
 GEMMA4 = dict(family="gemma4", layers=2, vision_depth=1)
 GEMMA4_EXPERTS = dict(family="gemma4", dtype="bfloat16", experts=4, vision_depth=1)
 
@@ -90,8 +90,8 @@ CASES = {
     "dp2-language-frozen": (layout(dp=2, freeze_language=True), {}),
     "qwen3_5-dp2-bf16": (bf16(layout(dp=2)), QWEN3_5),
     "qwen3_5-dp2-plain-bf16": (bf16(layout(dp=2, distributed_optimizer=False)), QWEN3_5),
-    "qwen3_5-drafts-tp2-pp2-bf16": (bf16(layout(tp=2, pp=2, mtp="train")), MTP_PREFIX),
-    "qwen3_5-drafts-ep2": (layout(dp=2, ep=2, mtp="train"), MTP_PREFIX | {"experts": 4}),
+    "qwen3_5-drafts-tp2-pp2-bf16": (bf16(layout(tp=2, pp=2, mtp="train")), MTP_SIZES),
+    "qwen3_5-drafts-ep2": (layout(dp=2, ep=2, mtp="train"), MTP_SIZES | {"experts": 4}),
     "gemma4-tp2-pp2": (layout(tp=2, pp=2), {"family": "gemma4"}),
     "gemma4-experts-ep2-bf16": (bf16(layout(dp=2, ep=2)), GEMMA4_EXPERTS),
     "tp2-dp2-bf16-moments": (moments("bf16", bf16(layout(tp=2, dp=2))), {}),

@@ -48,8 +48,9 @@ def test_full(): pass
 def collected(folder: Path, **environment: str) -> list[str]:
     """Return the names of the tests in a folder that run in this environment."""
     options = ["-p", "tests.conftest", "--collect-only", "--rootdir", str(folder), str(folder)]
-    # CI sets HALF for this process.
-    inherited = {name: value for name, value in os.environ.items() if name not in {"HALF", "LONG"}}
+    # What CI and whoever runs the tests have set is for this process alone.
+    own = {"HALF", "LONG", "PYTEST_ADDOPTS"}
+    inherited = {name: value for name, value in os.environ.items() if name not in own}
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *options],
         cwd=ROOT, env=inherited | environment, capture_output=True, text=True, check=True,

@@ -148,7 +148,7 @@ def lora(case: Case, targets: tuple[str, ...], **more: object) -> Case:
 
 # Three gated delta nets to one full attention, so that neither hides in the other.
 DELTA = {"family": "qwen3_5", "layers": 4, "head_dim": 64}
-MTP_PREFIX = DELTA | {"mtp_layers": 1}
+MTP_SIZES = DELTA | {"mtp_layers": 1}
 CASES = {
     "1": (layout(), {}),
     "selective": (layout(recompute="selective"), {}),
@@ -216,14 +216,28 @@ CASES = {
     "delta-experts": (layout(), {**DELTA, "experts": 4}),
     "delta-experts-ep2": (layout(dp=2, ep=2), {**DELTA, "experts": 4}),
     "delta-experts-lora": (lora(layout(), EVERY), {**DELTA, "experts": 4}),
-    "drafts": (layout(mtp="train"), MTP_PREFIX),
-    "drafts-tp2": (layout(tp=2, mtp="train"), MTP_PREFIX),
-    "drafts-pp2": (layout(pp=2, mtp="train", layers_per_stage=[1, 3]), MTP_PREFIX),
-    "drafts-pp2-full": (layout(pp=2, mtp="train", recompute="full"), MTP_PREFIX),
-    "drafts-experts-ep2": (layout(dp=2, ep=2, mtp="train"), {**MTP_PREFIX, "experts": 4}),
+    "drafts": (layout(mtp="train"), MTP_SIZES),
+    "drafts-tp2": (layout(tp=2, mtp="train"), MTP_SIZES),
+    "drafts-pp2": (layout(pp=2, mtp="train", layers_per_stage=[1, 3]), MTP_SIZES),
+    "drafts-pp2-full": (layout(pp=2, mtp="train", recompute="full"), MTP_SIZES),
+    "drafts-experts-ep2": (layout(dp=2, ep=2, mtp="train"), {**MTP_SIZES, "experts": 4}),
+    "drafts-offload-tied": (
+        layout(mtp="train", offload_activations=0.5),
+        MTP_SIZES | {"tied": True},
+    ),
+    "drafts-pp2x2": (layout(pp=2, virtual_stages=2, mtp="train"), MTP_SIZES),
+    "drafts-language-frozen": (layout(mtp="train", freeze_language=True), MTP_SIZES),
+    "drafts-lora-tp2": (
+        replace(lora(layout(tp=2, mtp="train"), EVERY), checkpoint={"export": "merged"}),
+        MTP_SIZES,
+    ),
+    "drafts-alone-pp2": (
+        layout(pp=2, mtp="train", freeze_vision=True, freeze_merger=True, freeze_language=True),
+        MTP_SIZES,
+    ),
     "drafts-alone": (
         layout(mtp="train", freeze_vision=True, freeze_merger=True, freeze_language=True),
-        MTP_PREFIX,
+        MTP_SIZES,
     ),
 }
 BF16 = {"lora-merger-dp2", "tied", "pp2-tied", "dp2-plain-optimizer", "dp2-tied-pp2"}
