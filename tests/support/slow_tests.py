@@ -23,7 +23,7 @@ from tests.support.durations import read_record
 from tests.support.random_runs import ROOT, commit_number
 
 PARTS = 10
-SECONDS = 300.0  # for the files that are due; most run two at a time
+SECONDS = 60.0  # for the files that are due; most run two at a time
 UNKNOWN_S = 30.0  # for a file that has no duration yet
 UNKNOWN = 99  # imports from a change of a file that has no green commit yet, if none is nearer
 SIDE_BY_SIDE = ["-n", "2", "--dist", "loadfile"]
