@@ -52,7 +52,7 @@ def check_rl(cfg: Config) -> Iterator[ConfigError]:
     rl = cfg.rl
     if cfg.model.mtp == "train" and cfg.lora.rank:
         yield ConfigError(
-            ": engines get adapters, which have no place for the head for drafts",
+            ": engines get adapters, which have no place for the MTP head",
             key="model.mtp",
             remedy="leave it out, or set lora.rank=0",
         )

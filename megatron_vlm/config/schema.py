@@ -75,7 +75,7 @@ class ModelConfig:
     share_images: bool = True  # TP ranks divide the images among them; false: each encodes all
     router_balance_loss: NonNegative = 0.0  # coefficient of the loss that balances experts; 0: off
     router_z_loss: NonNegative = 0.0  # coefficient of a loss that keeps router logits small; 0: off
-    mtp: Literal["carry", "train"] = "carry"  # Qwen3.5's head for drafts: copy it, or train it
+    mtp: Literal["carry", "train"] = "carry"  # Qwen3.5's MTP head: copy it, or train it
     freeze_vision: bool = False  # freeze the vision tower without its mergers
     freeze_merger: bool = False  # freeze the projector and the DeepStack projectors
     freeze_language: bool = False  # freeze embedding, decoder and head

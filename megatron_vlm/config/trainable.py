@@ -21,11 +21,11 @@ def learns(cfg: Config, switch: str) -> bool:
     return not getattr(cfg.model, f"freeze_{switch}")
 
 
-def extra_head(cfg: Config) -> Literal["score", "drafts"] | None:
-    """Return the head that learns beside the usual weights: of a reward model, or for drafts."""
+def extra_head(cfg: Config) -> Literal["score", "mtp"] | None:
+    """Return the head that learns beside the usual weights: a scalar head or an MTP head."""
     if cfg.train.objective == "reward":
         return "score"
-    return "drafts" if cfg.model.mtp == "train" else None
+    return "mtp" if cfg.model.mtp == "train" else None
 
 
 def scale_of(lora: LoraConfig) -> float:
@@ -56,18 +56,18 @@ def check_lora(cfg: Config) -> Iterator[ConfigError]:
 
 @check_of
 def check_mtp(cfg: Config) -> Iterator[ConfigError]:
-    """Refuse to train a head for drafts where that has no meaning, or nowhere to be stored."""
+    """Refuse to train an MTP head where that has no meaning, or nowhere to be stored."""
     if cfg.model.mtp != "train":
         return
     if cfg.train.objective != "sft":
         yield ConfigError(
-            f": train.objective={cfg.train.objective} does not train the head for drafts",
+            f": train.objective={cfg.train.objective} does not train the MTP head",
             key="model.mtp",
             allowed="carry",
         )
     if cfg.lora.rank and "adapter" in exports(cfg):
         yield ConfigError(
-            ": PEFT's files have no place for the head for drafts",
+            ": PEFT's files have no place for the MTP head",
             key="model.mtp",
             remedy="set checkpoint.export=merged, or false",
         )

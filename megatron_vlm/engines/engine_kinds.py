@@ -77,7 +77,7 @@ class EngineKind:
     has_grammars: bool = False  # whether answers may be held to a grammar
     has_penalties: bool = False  # whether it takes min_p, penalties, logit_bias and min_tokens
     has_routing: bool = False  # whether completions may have the experts of their tokens
-    has_drafts: bool = False  # whether the model's head for drafts may propose tokens
+    has_drafts: bool = False  # whether the model's MTP head may propose tokens
     on_ranks: bool = False  # whether it is the ranks, with the weights that they have
 
 

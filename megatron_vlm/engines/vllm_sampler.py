@@ -94,9 +94,9 @@ class VllmSampler:
         of_family = self.prompts.engine_prompt.args(self.prompts.images)
         source = HFCheckpoint(settings.folder)
         source.read_headers()
-        if settings.draft_tokens and not source.passthrough:  # its only kind: heads for drafts
+        if settings.draft_tokens and not source.passthrough:  # its only kind: MTP heads
             raise ConfigError(
-                f"needs a head for drafts (mtp.*), and {settings.folder} has none",
+                f"needs an MTP head (mtp.*), and {settings.folder} has none",
                 key="engine.draft_tokens",
                 found=settings.draft_tokens,
                 remedy="give a checkpoint that has one, or set engine.draft_tokens=0",
@@ -306,7 +306,7 @@ class VllmSampler:
     ) -> dict[EngineProcess, ChildDiedError]:
         """Send weights to the engines, and return the engines that died with their errors."""
         if isinstance(weights, Checkpoint) and self.settings.draft_tokens:
-            # vLLM's own reloading leaves the head for drafts as it is.
+            # vLLM's own reloading leaves the MTP head as it is.
             weights = complete_weights(read_folder(weights.folder), self.names)
         if not isinstance(weights, Checkpoint | Adapter):
             return await stream(weights, engines, self.buffer, version)

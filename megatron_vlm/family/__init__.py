@@ -59,7 +59,7 @@ def read_sizes(
     folder: str | Path, add_tokens: Sequence[str] = (), extra_head: str | None = None
 ) -> "ModelSizes":
     """Read the sizes in config.json, in our own names, with the added tokens and with a scalar head
-    (`score`) or the MTP head (`drafts`)."""
+    (`score`) or the MTP head (`mtp`)."""
     config = read_config(folder)
     if (new_tokens := find_new_tokens(folder, add_tokens)) is not None:
         new_tokens.grow(config)

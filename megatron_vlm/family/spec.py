@@ -33,7 +33,7 @@ class Part(StrEnum):
     decoder = "decoder"
     head = "head"
     score = "score"  # the scalar head of a reward model
-    drafts = "drafts"  # the MTP head, where it is trained
+    mtp = "mtp"  # the MTP head, where it is trained
 
     @property
     def switch(self) -> str:
@@ -257,17 +257,17 @@ class ModelSizes:
         return ModelSizes(text, vision, tokens, tied, tensors, head, names)
 
     def with_extra_head(self, kind: str | None, path: str) -> "ModelSizes":
-        """Return the sizes of the model at `path` with one more head: `score` or `drafts`."""
+        """Return the sizes of the model at `path` with one more head: `score` or `mtp`."""
         if kind == Part.score:
             return self.with_score()
-        return self.with_mtp(path) if kind == Part.drafts else self
+        return self.with_mtp(path) if kind == Part.mtp else self
 
     def with_mtp(self, path: str) -> "ModelSizes":
         """Return the sizes of the model at `path` with its MTP head, which is trained."""
         if self.mtp is None:
             raise lacks_mtp_head(path)
         added = (
-            TensorSpec(self.mtp.prefix + tensor.name, tensor.shape, Part.drafts)
+            TensorSpec(self.mtp.prefix + tensor.name, tensor.shape, Part.mtp)
             for param in self.mtp.params(self.text.hidden)
             for tensor in param.tensors
         )
@@ -306,7 +306,7 @@ class ModelSizes:
 def lacks_mtp_head(path: str) -> ConfigError:
     """Return the error of a model without an MTP head that is to be trained."""
     return ConfigError(
-        f"trains a head for drafts (mtp.*), and {path} has none",
+        f"trains an MTP head (mtp.*), and {path} has none",
         key="model.mtp",
         found="train",
         remedy="give a checkpoint that has one, or leave model.mtp out",

@@ -51,7 +51,7 @@ class TinySpec:
     linear_key_dim: int = _option(16, "qwen3_5: width of a key head of a gated delta net")
     linear_value_dim: int = _option(24, "qwen3_5: width of a value head of a gated delta net")
     max_decay: float = _option(1.0, "qwen3_5: largest decay of a head; transformers draws up to 16")
-    mtp_layers: int = _option(0, "qwen3_5: layers of the head for drafts (model.mtp)")
+    mtp_layers: int = _option(0, "qwen3_5: layers of the MTP head (model.mtp)")
     from_scratch: bool = _option(
         False, "initial weights from which a model this small learns to see"
     )

@@ -3,7 +3,7 @@
 A matrix is stored as float8_e4m3 with a scale for each block of 128 x 128 weights, in the dtype
 that the weights had. These are the matrices of attention, MLPs and experts in the decoder. All
 other layers keep their dtype, and config.json has their names: the tower, the head, routers, the
-small projections of delta nets, the head for drafts, and layers whose sides are no multiples of
+small projections of delta nets, the MTP head, and layers whose sides are no multiples of
 128, together with their neighbours, because engines compute these as one matrix.
 
 Shapes: R rows and C columns of a matrix, r and c blocks of them."""

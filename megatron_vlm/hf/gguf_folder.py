@@ -2,7 +2,7 @@
 has the decoder and its tokenizer, and mmproj.gguf the tower. Names come from the package `gguf`.
 
 Matrices keep their dtype. Vectors, routers, small kernels and the tower's patches and positions are
-in fp32, as llama.cpp wants them. Nothing is quantized: llama-quantize does that. A head for drafts
+in fp32, as llama.cpp wants them. Nothing is quantized: llama-quantize does that. An MTP head
 is left out."""
 
 import json

@@ -105,14 +105,14 @@ class HFCheckpoint:
             like, shape = self.tensors[self.sizes.names.embedding], self.sizes.shapes[SCORE]
             num_bytes = prod(shape) * FLOATS[like.dtype].itemsize
             self.tensors[SCORE] = TensorInfo(like.file, shape, like.dtype, num_bytes)
-        drafted = {name for name in self.tensors if name.startswith(MtpHeadSpec.prefix)}
-        if self.sizes.trains_mtp and not drafted:
+        mtp_names = {name for name in self.tensors if name.startswith(MtpHeadSpec.prefix)}
+        if self.sizes.trains_mtp and not mtp_names:
             raise lacks_mtp_head(self.name)
         if self.sizes.text.experts is not None:
-            of_drafts = {name: self.tensors[name].shape for name in drafted}
-            shapes = {n: info.shape for n, info in self.tensors.items() if n not in drafted}
+            mtp_shapes = {name: self.tensors[name].shape for name in mtp_names}
+            shapes = {n: info.shape for n, info in self.tensors.items() if n not in mtp_names}
             self.experts = find_form(str(self.path), shapes, self.sizes)
-            self.mtp_experts = find_form(str(self.path), of_drafts, self.sizes)
+            self.mtp_experts = find_form(str(self.path), mtp_shapes, self.sizes)
 
     def form_of(self, name: str) -> ExpertStorage:
         """Return the form in which a tensor is stored if it is of experts. An MTP head may

@@ -66,7 +66,7 @@ class Entry:
         """Return whether the parameter stays as it was loaded."""
         if not all(tensor.learns for tensor in self.hf_tensors):
             return True
-        if self.part is Part.drafts:
+        if self.part is Part.mtp:
             return cfg.model.mtp != "train"
         is_new = self.origin is Origin.added or self.part is Part.score
         return not is_new and not learns(cfg, self.part.switch)
@@ -235,8 +235,8 @@ def name_table(sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entr
     elif dims.pp > 1:
         copy = [names.embedding]
         entries.append(entry(f"{HEAD}.weight", copy, vocab, last, Origin.copy))
-    if sizes.trains_mtp and (drafts := sizes.mtp) is not None:
-        for param in drafts.params(sizes.text.hidden):
-            full = [drafts.prefix + tensor.name for tensor in param.tensors]
+    if sizes.trains_mtp and (mtp := sizes.mtp) is not None:
+        for param in mtp.params(sizes.text.hidden):
+            full = [mtp.prefix + tensor.name for tensor in param.tensors]
             entries.append(entry(MTP_PREFIX + param.name, full, _layout_of(param), last))
     return entries

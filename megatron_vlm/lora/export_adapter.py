@@ -94,7 +94,7 @@ def write(
         )
     if source.sizes.trains_mtp:
         raise CheckpointError(
-            ": PEFT's files have no place for the head for drafts",
+            ": PEFT's files have no place for the MTP head",
             key="model.mtp",
             found="train",
             remedy="write the merged model: megatron-vlm export --as merged",

@@ -90,8 +90,8 @@ class MtpHead(nn.Module):
 
 @dataclass(frozen=True)
 class MtpEvents:
-    """Distributions of the token after the next one, at each supervised place. Only the head for
-    drafts gets a gradient from them."""
+    """Distributions of the token after the next one, at each supervised place. Only the MTP
+    head gets a gradient from them."""
 
     guess_NR: Tensor  # log-probs of the head's guess
     own_NR: Tensor  # log-probs of the model itself

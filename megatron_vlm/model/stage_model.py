@@ -134,7 +134,7 @@ class StageModel(GPTModel):
         if attention_mask is not None:
             _check_right_padded(attention_mask)
             routing = routing or Routing(_places(attention_mask.bool()))
-        drafts = self.sizes.trains_mtp and torch.is_grad_enabled()
+        trains_mtp = self.sizes.trains_mtp and torch.is_grad_enabled()
         if self.pre_process:
             hidden_SBH = self._embed(input_ids)
             features_KSBH = None
@@ -147,17 +147,17 @@ class StageModel(GPTModel):
                     visuals = visuals.moved(lambda tensor: tensor.to(input_ids.device))
                 pixels = [pixel_values, pixel_values_videos]
                 hidden_SBH, features_KSBH = self._see(hidden_SBH, pixels, visuals)
-            of_drafts = hidden_SBH.detach() if drafts else None
-            carry = Carry(self._for_recompute(hidden_SBH), features_KSBH, of_drafts)
+            mtp_input_SBH = hidden_SBH.detach() if trains_mtp else None
+            carry = Carry(self._for_recompute(hidden_SBH), features_KSBH, mtp_input_SBH)
         else:
             assert self.stage_input is not None
-            carry = Carry.from_tensor(self.stage_input, input_ids.shape[1], drafts)
+            carry = Carry.from_tensor(self.stage_input, input_ids.shape[1], trains_mtp)
             self.decoder.set_input_tensor(carry.hidden_SBH)
         offload = self._begin_offload()
         places = head.get("loss_mask") if self.ends_at_places and cache is None else None
         places_N = places if places is not None and places.dim() == 1 else None
         more: dict[str, Any] = {"places_N": places_N, "pictures": pictures}
-        more["all_places"] = [] if drafts and places_N is not None else None
+        more["all_places"] = [] if trains_mtp and places_N is not None else None
         given = PassContext(input_ids, routing or Routing(), cache, offload, has_visuals, **more)
         with nullcontext() if offload is None else offload.saving():
             output = super().forward(
@@ -168,7 +168,7 @@ class StageModel(GPTModel):
                 extra_block_kwargs={"context": carry.deepstack_KSBH, "attention_bias": given},
             )
         if self.post_process:
-            if drafts:
+            if trains_mtp:
                 head["draft"] = self._drafting(carry, output, position_ids, given)
             return self._head(output, labels, is_picked=places_N is not None, **head)
         return replace(carry, hidden_SBH=output).to_tensor(len(self.decoder.layers))

@@ -78,7 +78,7 @@ def micro_work(layout: ModelLayout, batch: BatchSizes) -> MicroWork:
             *[_layer(layout, sizes.text.layers[-1], batch, True)] * sizes.text.ends_at_places,
         ),
         _first(layout, work, batch),
-        _head(layout, batch) + _drafts(layout, batch),
+        _head(layout, batch) + _mtp_head(layout, batch),
         # The decoder's input travels beside the hidden states.
         (1 + sizes.trains_mtp) * batch.padded_tokens * sizes.text.hidden * layout.itemsize,
         sizes.vision.deepstack if batch.patches else 0,
@@ -187,12 +187,12 @@ def _head(layout: ModelLayout, batch: BatchSizes) -> StepCost:
     return StepCost(forward, backward)
 
 
-def _drafts(layout: ModelLayout, batch: BatchSizes) -> StepCost:
+def _mtp_head(layout: ModelLayout, batch: BatchSizes) -> StepCost:
     """Return the cost of an MTP head that learns: its layer, the product before it, and the
     logits. The model's most likely tokens and their log-probs take two passes over the vocabulary,
     and so do the guesses."""
-    text, drafts, tokens = layout.sizes.text, layout.sizes.mtp, batch.padded_tokens
-    if drafts is None or not layout.sizes.trains_mtp:
+    text, mtp, tokens = layout.sizes.text, layout.sizes.mtp, batch.padded_tokens
+    if mtp is None or not layout.sizes.trains_mtp:
         return StepCost()
     joined = OpCount(4 * text.hidden * text.hidden * tokens)
     logits = batch.supervised * text.vocab / layout.dims.tp
@@ -200,7 +200,7 @@ def _drafts(layout: ModelLayout, batch: BatchSizes) -> StepCost:
     last = text.layers[-1].mlp_flops_per_token(text.hidden) * tokens * text.ends_at_places
     read = OpCount(last / layout.dims.tp)  # the last layer's output at all places
     own = StepCost(joined + once * 4 + read, joined * 2 + once)
-    return own + _layer(layout.of_drafts, drafts.layer, batch)
+    return own + _layer(layout.of_mtp_head, mtp.layer, batch)
 
 
 def accumulate(values: int, itemsize: int) -> OpCount:

@@ -53,7 +53,7 @@ class ModelLayout:
         return replace(cfg, model=replace(cfg.model, **frozen))
 
     @cached_property
-    def of_drafts(self) -> "ModelLayout":
+    def of_mtp_head(self) -> "ModelLayout":
         """The layout in which a layer costs what that of an MTP head costs: it learns as a
         whole."""
         model = replace(self.cfg.model, freeze_language=False, offload_activations=0.0)

@@ -36,7 +36,7 @@ def activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
     model, sizes, dims = layout.trained.model, layout.sizes, layout.dims
     hidden, tokens = sizes.text.hidden, batch.padded_tokens
     if place == 0 and _is_frozen(layout):
-        at_end = _kept_of_head(layout, batch) + _kept_of_drafts(layout, batch)
+        at_end = _kept_of_head(layout, batch) + _kept_of_mtp_head(layout, batch)
         return at_end * layout.itemsize if dims.is_last(place) else 0
     kept = _values_of_layers(layout, place, batch, layer_values)
     values = sum(kept) + _mask_values(layout, place, batch)
@@ -50,7 +50,7 @@ def activations(layout: ModelLayout, place: int, batch: BatchSizes) -> int:
         norm = 1 if model.freeze_language else 2
         normed = batch.supervised if kept and sizes.text.ends_at_places else tokens
         values += norm * normed * hidden + _kept_of_head(layout, batch)
-        values += _kept_of_drafts(layout, batch)
+        values += _kept_of_mtp_head(layout, batch)
     return values * layout.itemsize - offloaded_activations(layout, place, batch)
 
 
@@ -126,14 +126,14 @@ def _kept_of_head(layout: ModelLayout, batch: BatchSizes) -> int:
     return batch.supervised * (layout.sizes.text.hidden + low)
 
 
-def _kept_of_drafts(layout: ModelLayout, batch: BatchSizes) -> int:
+def _kept_of_mtp_head(layout: ModelLayout, batch: BatchSizes) -> int:
     """Return the number of values that an MTP head keeps, 0 if it does not learn: of the
     norms and the product before its layer, of the layer, and of the norm and the model's head after
     it."""
-    drafts, sizes = layout.sizes.mtp, layout.sizes
-    if drafts is None or not sizes.trains_mtp:
+    mtp, sizes = layout.sizes.mtp, layout.sizes
+    if mtp is None or not sizes.trains_mtp:
         return 0
-    layer = layer_values(layout.of_drafts, drafts.layer, batch)
+    layer = layer_values(layout.of_mtp_head, mtp.layer, batch)
     return layer + (4 * batch.padded_tokens + 3 * batch.supervised) * sizes.text.hidden
 
 

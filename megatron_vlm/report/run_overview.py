@@ -73,7 +73,7 @@ def layout_table(cfg: Config, where: str, reports: Sequence[StageReport]) -> Tab
     )
     # In a terminal of 80 columns the adapters take the place of the total.
     adapted = any(report.total[ADAPTERS] for report in reports)
-    rare = (Part.score, Part.drafts)
+    rare = (Part.score, Part.mtp)
     parts = [part for part in Part if part not in rare or reports[-1].total[part]]
     kinds = [*parts, ADAPTERS] if adapted else parts
     sums = ("trainable",) if adapted else ("total", "trainable")

@@ -244,15 +244,15 @@ def apply_gradients(
     device: torch.device,
     limit: float,
     deferred: Sequence[DeferredFigures],
-    drafts: Collection[torch.nn.Parameter] = (),
+    mtp_params: Collection[torch.nn.Parameter] = (),
 ) -> float:
     """Clip the gradients to a norm of at most `limit`, unless that is 0, and apply them. Return
     their norm before clipping, and read the `deferred` figures with it. Apply nothing if it is not
-    finite: Megatron checks that only with a loss scaler. The weights of a head for `drafts` have a
+    finite: Megatron checks that only with a loss scaler. The `mtp_params` of an MTP head have a
     norm of their own, which is returned where nothing else learns or it is not finite."""
     optimizer.prepare_grads()
-    of_drafts = _main_grads(optimizer, drafts)
-    squared = DeferredFigures(squared_norm(optimizer, grid, device, of_drafts))
+    mtp_grads = _main_grads(optimizer, mtp_params)
+    squared = DeferredFigures(squared_norm(optimizer, grid, device, mtp_grads))
 
     def read_norm() -> float:
         read_together([squared, *deferred])
@@ -261,12 +261,12 @@ def apply_gradients(
 
     inner = list(inner_optimizers(optimizer))
     if is_on_device := all(map(_skips_on_device, inner)):
-        _scale_on_device(inner, squared.on_device.sqrt(), limit, of_drafts)
+        _scale_on_device(inner, squared.on_device.sqrt(), limit, mtp_grads)
     else:
         norm = read_norm()
         if not math.isfinite(norm):
             return norm
-        _clip(optimizer, [value**0.5 for value in squared.values], limit, of_drafts)
+        _clip(optimizer, [value**0.5 for value in squared.values], limit, mtp_grads)
     gather.finish()  # for weights that no forward waited for, e.g. without images
     optimizer.step_with_ready_grads()
     gather.start()
@@ -301,12 +301,12 @@ def _main_grads(
 
 
 def _scale_on_device(
-    inner: Sequence[torch.optim.Optimizer], norms_2: Tensor, limit: float, of_drafts: list[Tensor]
+    inner: Sequence[torch.optim.Optimizer], norms_2: Tensor, limit: float, mtp_grads: list[Tensor]
 ) -> None:
     """Let a step clip the gradients to norms of at most `limit`, as `_clip` does, and let it skip
     them if a norm is not finite."""
     factors_2 = (limit / (norms_2 + 1e-6)).clamp(max=1) if limit > 0 else torch.ones_like(norms_2)
-    skip, own = (~norms_2.isfinite().all()).int(), set(map(id, of_drafts))
+    skip, own = (~norms_2.isfinite().all()).int(), set(map(id, mtp_grads))
     scalings = [Scaling(factor, skip) for factor in factors_2.float()]
     for each in inner:
         params = [param for group in each.param_groups for param in group["params"]]
@@ -325,16 +325,16 @@ def squared_norm(
     optimizer: MegatronOptimizer,
     grid: RankGroups,
     device: torch.device,
-    of_drafts: Sequence[Tensor] = (),
+    mtp_grads: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return the squares [2] of the norms of all other gradients, and of a head for drafts, the
+    """Return the squares [2] of the norms of all other gradients, and of an MTP head, the
     same on every rank, on the device. A collective.
 
     If neither Transformer Engine nor Apex is installed, Megatron's own function waits for the norm
     of each tensor, one after the other."""
     parts = optimizer.chained_optimizers
     if grid.ep.size == 1:
-        squared = _sum_of_squares(parts, device, of_drafts)
+        squared = _sum_of_squares(parts, device, mtp_grads)
         group = optimizer.get_grad_stats_parallel_group()
     else:
         # Experts and other parameters have different numbers of copies, and a stage may have no
@@ -345,16 +345,16 @@ def squared_norm(
             # Megatron makes a separate optimizer for experts.
             of_experts = (group["is_expert_parallel"] for group in part.param_groups)
             copies = 1 if sharded else (grid.edp if any(of_experts) else grid.dp).size
-            squared += _sum_of_squares([part], device, of_drafts) / copies
+            squared += _sum_of_squares([part], device, mtp_grads) / copies
     dist.all_reduce(squared, group=group)
     return squared
 
 
 def _sum_of_squares(
-    parts: Sequence[MegatronOptimizer], device: torch.device, of_drafts: Sequence[Tensor]
+    parts: Sequence[MegatronOptimizer], device: torch.device, mtp_grads: Sequence[Tensor]
 ) -> Tensor:
     """Return the sums [2] of the squares of this rank's other gradients, and of these."""
-    grads, own = [grad for part in parts for grad in grads_for_norm(part)], set(map(id, of_drafts))
+    grads, own = [grad for part in parts for grad in grads_for_norm(part)], set(map(id, mtp_grads))
     kinds = [[g for g in grads if id(g) not in own], [g for g in grads if id(g) in own]]
     zero = torch.zeros((), device=device)
     norms = [torch.stack(torch._foreach_norm(kind)).norm() if kind else zero for kind in kinds]
@@ -363,14 +363,14 @@ def _sum_of_squares(
 
 @torch.no_grad()
 def _clip(
-    optimizer: MegatronOptimizer, norms: Sequence[float], limit: float, of_drafts: list[Tensor]
+    optimizer: MegatronOptimizer, norms: Sequence[float], limit: float, mtp_grads: list[Tensor]
 ) -> None:
     """Scale the other gradients, and these, each to a norm of at most `limit`; 0 leaves them
     unchanged."""
     params = [param for part in optimizer.chained_optimizers for param in part.get_parameters()]
-    own = set(map(id, of_drafts))
+    own = set(map(id, mtp_grads))
     others = [p.grad for p in params if p.grad is not None and id(p.grad) not in own]
-    for grads, norm in zip((others, of_drafts), norms, strict=True):
+    for grads, norm in zip((others, mtp_grads), norms, strict=True):
         factor = limit / (norm + 1e-6)  # the same as in Megatron and torch
         if grads and limit > 0 and factor < 1:
             torch._foreach_mul_(grads, factor)

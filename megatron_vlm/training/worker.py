@@ -237,9 +237,9 @@ class MegatronWorker:
         optimizer_step.set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
         optimizer_step.set_adam(self.optimizer, adam)
         of = self.optimizer, self.gather, self.grid, self.platform.device
-        drafts = {param for entry, param in self.held.items() if entry.part is Part.drafts}
+        mtp_params = {param for entry, param in self.held.items() if entry.part is Part.mtp}
         limit, deferred = adam.clip_grad, self.gradients.deferred
-        norm = optimizer_step.apply_gradients(*of, limit, deferred, drafts)
+        norm = optimizer_step.apply_gradients(*of, limit, deferred, mtp_params)
         self.gradients.forget()
         self.steps += math.isfinite(norm)
         return norm, self.lr

@@ -32,6 +32,7 @@ BF16 = {
     "qwen3_vl": FULL_ATTENTION,
     "qwen3_5": DELTA_NETS,
     "qwen3_5_moe": DELTA_NETS | {"experts": 4},
+    "qwen3_5_mtp": DELTA_NETS | {"mtp_layers": 1},
 }
 GEMMA4 = {"family": "gemma4", **FULL_ATTENTION}
 PACKAGE = Path(__file__).parents[2] / "megatron_vlm"
@@ -77,7 +78,7 @@ def words(
 def figures(said: str) -> tuple[float, int, int, float]:
     """Return the worst difference, tokens, prompts, and the difference of patches."""
     match = re.search(
-        r"of a log-prob: (\S+), .*tokens: (\d+), prompts: (\d+), .*patches: (\S+)\n", said
+        r"of a log-prob: (\S+), .*tokens: (\d+), prompts: (\d+), .*patches: ([^\s,]+)", said
     )
     assert match, said
     return float(match[1]), int(match[2]), int(match[3]), float(match[4])
@@ -123,9 +124,16 @@ def test_in_bf16_they_agree_less(family, data, tiny, pool, record_property):
     vLLM on the CPU takes in bf16 alone, it is 0.064. With experts it is 0.14 on an AMD EPYC, and
     0.25 for one of 357 tokens on an Intel Xeon with AVX-512: the command then says that they
     differ. The bound also allows for deeper models."""
-    path = tiny(**BF16[family])
-    [(status, output)] = pool.run(_agree, 1, words(path, data, **{"train.precision": "bf16"}))
-    worst, *_ = figures(output)
+    keys = {"train.precision": "bf16", "engine.draft_tokens": 2 * (family == "qwen3_5_mtp")}
+    [(status, output)] = pool.run(_agree, 1, words(tiny(**BF16[family]), data, **keys))
+    worst, tokens, prompts, _ = figures(output)
+    drafts = re.search(r"accepted a round, in (\S+) rounds: (\S+) \+ (\S+)\n", output)
+    if family == "qwen3_5_mtp":
+        rounds, *shares = (float(each.replace(",", "")) for each in drafts.groups())
+        drawn = prompts + rounds * (1 + sum(shares))
+        assert -0.01 * rounds <= drawn - tokens <= 2 * prompts + 0.01 * rounds
+    else:
+        assert drafts is None
     record_property("worst", worst)
     assert status == (3 if "They differ" in output else 0)
     assert 1e-3 < worst < (0.5 if "experts" in BF16[family] else 0.25)

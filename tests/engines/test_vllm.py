@@ -270,7 +270,7 @@ def test_new_weights_in_place_are_those_of_a_fresh_start(engine, base, export, p
 
 def test_an_export_of_qwen3_5_is_served(pool, tiny, tmp_path):
     """In bf16 and with heads 128 wide, as vLLM's gated delta net needs on a CPU (0.32), from its
-    export and from its tensors with the head for drafts, `mtp.*`, which vLLM does not load. Both
+    export and from its tensors with the MTP head, `mtp.*`, which vLLM does not load. Both
     answer alike."""
     sizes = dict(family="qwen3_5", mtp_layers=1, head_dim=32, dtype="bfloat16")
     sizes |= dict(linear_key_dim=128, linear_value_dim=128)

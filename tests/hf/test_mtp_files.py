@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/hf/test_mtp_files.py
-"""The head for drafts of Qwen3.5, `mtp.*`, is never loaded, and every export has its bytes."""
+"""The MTP head of Qwen3.5, `mtp.*`, is never loaded, and every export has its bytes."""
 
 import json
 import shutil

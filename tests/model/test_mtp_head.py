@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/model/test_mtp_head.py
-"""A head for drafts that is trained (model.mtp): its loss and every gradient equal the formula's in
+"""An MTP head that is trained (model.mtp): its loss and every gradient equal the formula's in
 fp64, at each layout, and the model's own gradients are, bit for bit, those without it."""
 
 from dataclasses import replace

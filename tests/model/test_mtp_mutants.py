@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest -m full tests/model/test_mtp_mutants.py
-"""The comparison of a head for drafts with the formula notices each fault that the trainers of
+"""The comparison of an MTP head with the formula notices each fault that the trainers of
 others have, or could have."""
 
 from collections.abc import Callable

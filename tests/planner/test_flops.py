@@ -79,7 +79,7 @@ def test_a_head_for_drafts_adds_what_torch_counts(pool, tiny):
     batch = BatchSizes(1, TOKENS, int((row.labels_S[1:] != IGNORE).sum()), 0, 0)
     counted, planned, work = [], [], []
     for mtp in ("train", "carry"):
-        case, sizes = layout(mtp=mtp), read_sizes(path, (), "drafts" if mtp == "train" else None)
+        case, sizes = layout(mtp=mtp), read_sizes(path, (), "mtp" if mtp == "train" else None)
         counted += pool.run(call, 1, path, case, step_operations)
         of = ModelLayout(case.config(path), sizes, ParallelDims(1, 1, 1, 1, (5,)), 4)
         planned.append(micro_work(of, batch).last)

@@ -38,7 +38,7 @@ def maker(monkeypatch):
 
 
 def drafts(sizes: ModelSizes) -> int:
-    """Return the values of the head for drafts, which released files have and no run trains: a
+    """Return the values of the MTP head, which released files have and no run trains: a
     linear layer, three norms, and a layer with full attention."""
     text = sizes.text
     [layer] = [each for each in text.kinds if isinstance(each.mixer, FullAttention)]

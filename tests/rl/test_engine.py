@@ -96,6 +96,7 @@ HYBRIDS = {
     "replayed": (2, {"experts": 4}, ["parallel.ep=2", "rl.replay_routing=true"]),
     "adapters": (1, {}, ["lora=default"]),
     "drafts": (2, {"mtp_layers": 1}, ["parallel.tp=2", "engine.draft_tokens=2"]),
+    "adapted drafts": (1, {"mtp_layers": 1}, ["lora=default", "engine.draft_tokens=2"]),
 }
 
 
@@ -103,7 +104,7 @@ HYBRIDS = {
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_an_engine_has_the_weights_of_gated_delta_nets(pool, folder, tiny, name, record_property):
     """Their heads are 64 wide, the least that vLLM takes. All weights reach the engine, experts and
-    fp32 decays among them; the head for drafts, which it does not load, does no harm. Where tokens
+    fp32 decays among them; the MTP head, which it does not load, does no harm. Where tokens
     go to the experts that it chose, it is as near as without experts."""
     world, more, keys = HYBRIDS[name]
     sizes = dict(family="qwen3_5", head_dim=32, linear_key_dim=64, linear_value_dim=64)
@@ -115,8 +116,8 @@ def test_an_engine_has_the_weights_of_gated_delta_nets(pool, folder, tiny, name,
     if name == "replayed":
         assert all(0 < line["rerouted"] < 0.2 for line in lines(run, "rl"))
     for line in lines(run, "rl"):
-        assert (line["rounds"] is not None) == (name == "drafts")
-        if name == "drafts":
+        assert (line["rounds"] is not None) == ("drafts" in name)
+        if "drafts" in name:
             assert len(line["accepted_at"]) == 2
             assert line["accepted"] == pytest.approx(sum(line["accepted_at"]))
             drawn = line["rounds"] * (1 + line["accepted"]) + 1
@@ -141,7 +142,7 @@ def write_walks(folder: Path) -> None:
 
 
 def fit(folder: Path, worker: MegatronWorker) -> None:
-    """Teach the walks to a model and its head for drafts."""
+    """Teach the walks to a model and its MTP head."""
     maker, rng = RowMaker(worker.cfg.model.path, image_root=str(folder)), random.Random(0)
     rows = [maker.row(json.loads(line)) for line in (folder / "train.jsonl").open()]
     for _ in range(120):
@@ -160,8 +161,8 @@ def test_a_head_that_learns_drafts_for_a_policy_that_moves(pool, tiny, tmp_path,
     pool.run(call, 1, path, case, partial(fit, tmp_path))
     more = ["train.precision=bf16", "engine.draft_tokens=1", "rl.max_new_tokens=12"]
     more += [f"rl.reward={rl_tasks.__file__}:backwards", "rl.samples=8", "rl.kl_coef=null"]
-    more += ["train.steps=14", "train.global_batch_size=4", "train.micro_batch_size=16"]
-    more += ["optim.lr=1.5e-3", "optim.eps=1e-8", "data.eval=null", "checkpoint.export=false"]
+    more += ["train.steps=28", "train.global_batch_size=4", "train.micro_batch_size=16"]
+    more += ["optim.lr=1e-3", "optim.eps=1e-8", "data.eval=null", "checkpoint.export=false"]
     accepted = {}
     for mtp in ("carry", "train"):
         words = [str(tmp_path / "fitted"), mtp, *ENGINE, *more, f"model.mtp={mtp}"]
@@ -177,7 +178,7 @@ def test_a_head_that_learns_drafts_for_a_policy_that_moves(pool, tiny, tmp_path,
     # The engine counts some 190 draws a step, and none at the places that a draft has covered.
     assert max(apart) < 0.2 and fmean(apart) < 0.08
     frozen, trained = (fmean(accepted[mtp][-3:]) for mtp in ("carry", "train"))
-    assert accepted["carry"][0] - frozen > 0.07 and trained - frozen > 0.13
+    assert accepted["carry"][0] - frozen > 0.2 and trained - frozen > 0.2
 
 
 GEMMA4 = {

@@ -194,11 +194,10 @@ def test_strings_stop_as_with_our_own(client, path):
     assert len(stops) > 3  # 11 were seen
 
 
-def under_way(url: str) -> float:
-    """Samples that the service has asked the engine for."""
+def gauge(url: str, name: str) -> float:
+    """Return a figure of the service."""
     words = httpx.get(f"{url}/metrics").text.split()
-    name = "megatron_vlm_samples_under_way"
-    places = [place for place, word in enumerate(words) if word == name]
+    places = [place for place, word in enumerate(words) if word == f"megatron_vlm_{name}"]
     return float(words[places[-1] + 1]) if places else 0.0
 
 
@@ -213,7 +212,7 @@ def test_what_was_under_way_when_it_died_is_the_same(path, tmp_path):
             [calm] = tokens_of(sampler.sample(PROMPTS[1], **asked))
             promises = [sampler.ask(PROMPTS[1], 2, **asked) for _ in range(3)]
             ends = time.monotonic() + PATIENCE_S
-            while not under_way(running.url):
+            while not gauge(running.url, "samples_under_way"):
                 assert time.monotonic() < ends
             running.kill()
             running = start(path, tmp_path, port, *ENGINE)
@@ -223,12 +222,14 @@ def test_what_was_under_way_when_it_died_is_the_same(path, tmp_path):
         running.kill()
 
 
-def test_samples_of_gated_delta_nets_are_of_their_weights(tiny, tmp_path, record_property):
+@pytest.mark.rotate(1)
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_samples_of_gated_delta_nets_are_of_their_weights(drafts, tiny, tmp_path, record_property):
     """vLLM on the CPU computes these in bf16 alone. The ranks score each answer with the weights of
-    its sampler and with those of another one."""
+    its sampler and with those of another one. Drafts change no answer, and are counted."""
     sizes = dict(family="qwen3_5", head_dim=32, linear_key_dim=64, linear_value_dim=64)
-    path = tiny("bfloat16", from_scratch=True, **sizes)
-    given = [*ENGINE, "train.precision=bf16"]
+    path = tiny("bfloat16", from_scratch=True, mtp_layers=drafts, **sizes)
+    given = [*ENGINE, "train.precision=bf16", f"engine.draft_tokens={drafts}"]
     with (
         served(path, tmp_path, free_port(), *given) as running,
         Client(running.url, path) as client,
@@ -239,12 +240,16 @@ def test_samples_of_gated_delta_nets_are_of_their_weights(tiny, tmp_path, record
         cases = [(i, chunks, cut) for i in range(5) for chunks in PROMPTS for cut in cuts]
         drawn = [samplers[place].ask(chunks, **asked, **cut) for place, chunks, cut in cases]
         answers = [client.sampled(promise) for promise in drawn]
+        counts = [gauge(running.url, f"rounds_accepting_{n}_drafts_total") for n in range(2)]
         own = differences(client, samplers, cases, answers, 0)
         other = differences(client, samplers, cases, answers, 1)
     record_property("own", [float(own.max()), own.mean(1).tolist()])
     record_property("other", [float(other.max()), other.mean(1).tolist()])
     assert own.max() < TOLERANCE_BF16
     assert (other.mean(1) > 2 * own.mean(1)).all()
+    tokens = sum(len(ids) - 1 for answer in answers for ids in tokens_of(answer))  # after prefills
+    over = counts[0] + 2 * counts[1] - tokens  # drafts behind the last token of an answer
+    assert 0 <= over <= counts[1] if drafts else counts == [0, 0]
 
 
 def differences(

@@ -56,8 +56,8 @@ WORKERS = {
     "int8 moments, tp2": replace(layout(tp=2), **BF16, optim={"states": "int8"}),
     "muon": replace(layout(), **BF16, optim={"name": "muon"}),
     "half offloaded": replace(layout(), **BF16, optim={"offload": 0.5}),
-    # Both the model's gradients and those of a head for drafts are clipped, by different factors.
-    "a head for drafts, tp2": replace(
+    # Both the model's gradients and those of an MTP head are clipped, by different factors.
+    "an MTP head, tp2": replace(
         layout(tp=2, mtp="train"), **BF16, optim={"states": "bf16", "clip_grad": 1e-3}
     ),
 }

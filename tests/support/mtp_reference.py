@@ -1,4 +1,4 @@
-"""The head for drafts of Qwen3.5 ("multi-token prediction", `mtp.*`), put together from
+"""The MTP head of Qwen3.5 ("multi-token prediction", `mtp.*`), put together from
 transformers' own layers, and what it should draft.
 
     x_i = fc([norm_e(e_{i+1}) | norm_h(h_i)])   e: the decoder's input, so the tower's feature

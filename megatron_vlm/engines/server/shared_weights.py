@@ -46,15 +46,15 @@ class PieceInfo(WeightTransferUpdateInfo):
 
 
 class SharedWeights(WeightTransferEngine[MemoryInfo, PieceInfo]):
-    """A worker's end of the transfer. The model takes its own part of each tensor. A head for
-    drafts is another model of the worker, which takes its tensors afterwards, in an update without
+    """A worker's end of the transfer. The model takes its own part of each tensor. An MTP
+    head is another model of the worker, which takes its tensors afterwards, in an update without
     parts. It shares the embedding and the head of the model."""
 
     init_info_cls, update_info_cls = MemoryInfo, PieceInfo
     where: MemoryInfo | None = None
     memory: torch.Tensor
     arriving: TensorAssembly
-    of_drafts: dict[str, torch.Tensor]
+    mtp_tensors: dict[str, torch.Tensor]
 
     def init_transfer_engine(self, init_info: MemoryInfo) -> None:
         if init_info == self.where:
@@ -67,13 +67,13 @@ class SharedWeights(WeightTransferEngine[MemoryInfo, PieceInfo]):
             self.memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
     def start_weight_update(self) -> None:
-        if not self._is_of_drafts:
+        if not self._is_of_mtp_head:
             new = partial(torch.empty, dtype=torch.uint8, device=self.memory.device)
-            self.arriving, self.of_drafts = TensorAssembly(self.memory, new), {}
+            self.arriving, self.mtp_tensors = TensorAssembly(self.memory, new), {}
         initialize_layerwise_reload(self.model)
 
     @property
-    def _is_of_drafts(self) -> bool:
+    def _is_of_mtp_head(self) -> bool:
         return self.model_config is not self.vllm_config.model_config
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -83,8 +83,8 @@ class SharedWeights(WeightTransferEngine[MemoryInfo, PieceInfo]):
 
     def receive_weights(self, update_info: PieceInfo) -> None:
         named = self._complete_tensors(update_info.parts)
-        if self._is_of_drafts:
-            named, self.of_drafts = iter(self.of_drafts.items()), {}
+        if self._is_of_mtp_head:
+            named, self.mtp_tensors = iter(self.mtp_tensors.items()), {}
         with disable_mtp_completeness_check():  # no piece has all weights
             self.model.load_weights(named)
 
@@ -93,7 +93,7 @@ class SharedWeights(WeightTransferEngine[MemoryInfo, PieceInfo]):
         for about, values in self.arriving.take(parts):
             tensor = values.view(getattr(torch, about["dtype"])).view(about["shape"])
             if drafts and about["name"].startswith("mtp."):
-                self.of_drafts[about["name"]] = tensor.clone()
+                self.mtp_tensors[about["name"]] = tensor.clone()
             yield about["name"], tensor
 
     def finish_weight_update(self) -> None:

@@ -4,6 +4,7 @@ counts of pictures that keep their sizes; in adapters of keys that are values as
 import re
 import sys
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -13,6 +14,7 @@ def fix_vllm_on_cpu() -> None:
     _pack_updated_experts()
     _read_tied_heads()
     _draw_beside_drafts()
+    _draft_beside_adapters()
 
 
 def _let_generators_rewind() -> None:
@@ -88,14 +90,46 @@ def _read_tied_heads() -> None:
 def _draw_beside_drafts() -> None:
     """Give each place with a draft the temperature, the top_k and the top_p of its request. vLLM
     writes them into a copy that it drops, and would draw with what was in memory, without an
-    error: mostly the most likely tokens, where the drafts are all rejected."""
+    error: mostly the most likely tokens, where the drafts are all rejected. A top_k would end the
+    engine in a step without a draft."""
     from vllm.v1.sample import rejection_sampler
+
+    cut = rejection_sampler.apply_top_k_top_p
 
     def expand(x: Any, ends: Any, total: int, replace_from: int = 0, replace_to: int = 0) -> Any:
         counts = ends.diff(prepend=ends.new_zeros(1))
         return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts)
 
+    def cut_any(logits: Any, top_k: Any, top_p: Any) -> Any:
+        return cut(logits, top_k, top_p) if len(logits) else logits
+
     rejection_sampler.expand_batch_to_tokens = expand
+    rejection_sampler.apply_top_k_top_p = cut_any
+
+
+def _draft_beside_adapters() -> None:
+    """Let an MTP head draft where adapters wrap the model's layers. Beside drafts vLLM looks for a
+    convolution's plain weight at its wrapper, and would read the packed weight as if it were plain,
+    without an error. The MTP head would look up the adapters of its tokens by their places in the
+    model's batch, and the second draft would end the engine."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    read, share = (
+        gdn_attention._unpacked_conv_weight,
+        SpecDecodeBaseProposer._maybe_share_embeddings,
+    )
+
+    def read_plain(layer: Any) -> Any:
+        return read(SimpleNamespace(conv1d=getattr(layer.conv1d, "base_layer", layer.conv1d)))
+
+    def share_plain(self: Any, model: Any) -> None:
+        share(self, model)
+        inner = self.model.model
+        inner.embed_tokens = getattr(inner.embed_tokens, "base_layer", inner.embed_tokens)
+
+    gdn_attention._unpacked_conv_weight = read_plain
+    SpecDecodeBaseProposer._maybe_share_embeddings = share_plain
 
 
 _GEMMA4 = "vllm.model_executor.models.gemma4_mm"  # it is imported for a model of Gemma 4 alone

@@ -84,14 +84,14 @@ def _with_mtp_head(sizes: ModelSizes) -> ModelSizes:
     its tensors outside of the layer."""
     attention = sizes.text.attentions[0]
     full = next(layer for layer in sizes.text.layers if layer.mixer is attention)
-    drafts = decoder_layers.MtpHeadSpec(full)
+    mtp = decoder_layers.MtpHeadSpec(full)
     shapes = {
-        drafts.prefix + tensor.name: tensor.shape
-        for param in drafts.params(sizes.text.hidden)
+        mtp.prefix + tensor.name: tensor.shape
+        for param in mtp.params(sizes.text.hidden)
         for tensor in param.tensors
         if not tensor.name.startswith("layers.")
     }
-    return replace(sizes, passthrough=shapes, mtp=drafts)
+    return replace(sizes, passthrough=shapes, mtp=mtp)
 
 
 def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
