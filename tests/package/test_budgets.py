@@ -28,7 +28,7 @@ BUDGETS = {
     "commands": 19,
     "words of docs": 64_200,
     "words of README": 466,
-    "lines of tests": 78_560,
+    "lines of tests": 78_565,
 }
 ROW = re.compile(r"^\| ([\d,]+) \| \S.{20,} \|$", re.MULTILINE)  # of the table in CHANGELOG.md
 
