@@ -248,7 +248,7 @@ def apply_gradients(
 ) -> float:
     """Clip the gradients to a norm of at most `limit`, unless that is 0, and apply them. Return
     their norm before clipping, and read the `deferred` figures with it. Apply nothing if it is not
-    finite: Megatron checks that only with a loss scaler. The `mtp_params` of an MTP head have a
+    finite: Megatron checks that only with a loss scaler. The `mtp_params` have a
     norm of their own, which is returned where nothing else learns or it is not finite."""
     optimizer.prepare_grads()
     mtp_grads = _main_grads(optimizer, mtp_params)

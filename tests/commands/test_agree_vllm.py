@@ -78,7 +78,9 @@ def words(
 def figures(said: str) -> tuple[float, int, int, float]:
     """Return the worst difference, tokens, prompts, and the difference of patches."""
     match = re.search(
-        r"of a log-prob: (\S+), .*tokens: (\d+), prompts: (\d+), .*patches: ([^\s,]+)", said
+        r"of a log-prob: (\S+), .*tokens: (\d+), prompts: (\d+), "
+        r".*patches: ([^\s,]+)(?:\n|, drafted tokens accepted a round, in )",
+        said,
     )
     assert match, said
     return float(match[1]), int(match[2]), int(match[3]), float(match[4])

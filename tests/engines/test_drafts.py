@@ -228,7 +228,7 @@ for values in (torch.tensor([0.5, 7.0, 0.0]), torch.tensor([5, 7, 0], dtype=torc
     assert done.stdout.split("\n")[-3:-1] == ["[0.5, 0.5, 1.0]", "[5, 5, 1]"]
 
 
-def test_a_model_without_a_head_for_drafts_is_refused(tiny):
+def test_a_model_without_an_mtp_head_is_refused(tiny):
     with raises(ConfigError, key="engine.draft_tokens", found=2) as refused:
         VllmSampler(settings(Path(tiny(head_dim=32)), 2), [], None)
     assert "has none" in str(refused.value)

@@ -74,7 +74,7 @@ def step_operations(worker: MegatronWorker) -> int:
     return counter.get_total_flops()
 
 
-def test_a_head_for_drafts_adds_what_torch_counts(pool, tiny):
+def test_an_mtp_head_adds_what_torch_counts(pool, tiny):
     path, [row] = tiny(**TINY, mtp_layers=1), make_rows((RowSpec(TOKENS),))
     batch = BatchSizes(1, TOKENS, int((row.labels_S[1:] != IGNORE).sum()), 0, 0)
     counted, planned, work = [], [], []

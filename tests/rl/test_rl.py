@@ -329,7 +329,7 @@ def test_gemma4_learns_from_its_own_samples(pool, folder, tiny):
 
 
 @pytest.mark.full
-def test_a_head_for_drafts_follows_the_policy(pool, folder, tiny):
+def test_an_mtp_head_follows_the_policy(pool, folder, tiny):
     """The policy learns as it does without."""
     path = tiny(family="qwen3_5", mtp_layers=1, head_dim=64, vision_depth=1, from_scratch=True)
     more = [f"rl.reward={TASKS}:short", "train.steps=6", "rl.samples=8"]
